@@ -1,0 +1,41 @@
+"""The contract between checkpoint readers and models.
+
+A `TensorSource` is a checkpoint seen as named tensors under Hugging Face names (`model.layers.0.mlp.up_proj.weight`),
+whatever the file format. A `ParamSource` says which of them make one model parameter. The loader applies the map and
+insists that nothing is missing and nothing is left over.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+
+class TensorSource(Protocol):
+    """Lazy access to a checkpoint. `read` touches only the bytes it needs."""
+
+    def names(self) -> Collection[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
+        """The tensor (or the slice of it that `index` selects, one slice a dimension, step 1), in its own dtype;
+        quantized GGUF blocks come decoded as float32."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamSource:
+    """One model parameter from the checkpoint.
+
+    names: one tensor name, or one for each layer of a stack, in order (the parameter has a leading layer axis).
+    transpose: the stored matrix is [out, in] and the parameter wants [in, out].
+    The parameter's shape (without the layer axis) is a reshape of the (transposed) tensor: [D, N*H] to [D, N, H].
+    """
+
+    names: tuple[str, ...]
+    stacked: bool
+    transpose: bool = False

@@ -1,0 +1,66 @@
+"""The service's configuration: one frozen dataclass, filled from flags by `serve.py` and validated at birth."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from serving.errors import ConfigError
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything the engine core needs. None means: chosen from the model or the device, and printed at start."""
+
+    model: str = ""  # a GGUF file, a Hugging Face folder, an Orbax folder; empty: the embedded default
+    tokenizer: str | None = None  # None: from the model
+    dtype: Dtype = "auto"
+    mesh: str = "1x1"
+    seed: int = 0
+    max_model_len: int | None = None  # tokens, prompt and output together
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None  # token budget of a step
+    long_prefill_token_threshold: int = 0  # most prompt tokens one sequence may bring to a step; 0: no limit
+    block_size: int = 16  # tokens in a KV page
+    num_pages: int | None = None  # None: what fits
+    gpu_memory_utilization: float | None = None  # share of device memory (host memory on CPU) that may be used
+    enable_prefix_caching: bool = True
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    max_num_waiting: int = 4096  # requests beyond it are refused with 429
+    compilation_cache_dir: str | None = None  # None: in the user's cache folder; "": off
+    check_integrity: bool = False  # check the KV books after every step (tests)
+
+    def __post_init__(self) -> None:
+        def positive(name: str, value: int | None) -> None:
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} is {value}, must be at least 1")
+
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_pages"):
+            positive(name, getattr(self, name))
+        if self.long_prefill_token_threshold < 0:
+            raise ConfigError(f"--long-prefill-token-threshold is {self.long_prefill_token_threshold}, must be 0 or more")
+        utilization = self.gpu_memory_utilization
+        if utilization is not None and not 0 < utilization <= 1:
+            raise ConfigError(f"--gpu-memory-utilization is {utilization}, must be in (0, 1]")
+        budget, rows = self.max_num_batched_tokens, self.max_num_seqs
+        if budget is not None and rows is not None and budget < rows:
+            raise ConfigError(f"--max-num-batched-tokens {budget} must be at least --max-num-seqs {rows}: "
+                              "every running sequence gets one token a step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """An engine and the front ends before it."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    served_model_name: str | None = None  # None: from the model's path
+    host: str = "127.0.0.1"
+    port: int = 8000
+    grpc_port: int | None = None  # None: off
+    api_keys: tuple[str, ...] = ()
+    admin_api_key: str | None = None  # None: the API keys also open the admin endpoints
+    chat_template: str | None = None
+    max_body_bytes: int = 32 << 20
+    max_logprobs: int = 20
+    stream_interval: int = 1  # tokens between two streamed chunks
+    shutdown_grace_seconds: float = 30.0

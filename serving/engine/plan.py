@@ -1,0 +1,89 @@
+"""The contract between scheduler and runner: a `StepPlan` goes down, a `StepResult` comes back."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from serving.request import Logprobs, SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowPlan:
+    """One sequence's share of a step: `num_tokens` tokens at positions start .. start + num_tokens - 1.
+
+    `token_ids` holds them, or is None for a decode row whose single input token was sampled by an earlier step and
+    may not have reached the host yet: the runner takes it from the device, at `slot`.
+    """
+
+    request_id: str
+    slot: int  # this sequence's index in the device state arrays, 0 .. max_num_seqs - 1
+    token_ids: Seq[int] | None
+    start: int
+    num_tokens: int
+    page_ids: np.ndarray  # int32, pages of positions 0 .. start + num_tokens - 1, in order (a view: not to be kept)
+    sampling: SamplingParams
+    samples: bool  # the row's last token is the newest known: sample its successor
+    output_index: int  # index of the sampled token among the sequence's output tokens (feeds the seed)
+    prompt_targets: Seq[int] | None = None  # with prompt_logprobs: the token that follows each of the row's tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotUpdate:
+    """Sets a slot's dense sampling state before the step. Sent only for requests that use such fields, and to clean
+    a slot that the previous owner used."""
+
+    slot: int
+    logit_bias: dict[int, float] = field(default_factory=dict)  # added to the logits
+    banned_token_ids: Seq[int] = ()  # -inf
+    allowed_token_ids: Seq[int] | None = None  # None: all
+    prompt_token_ids: Seq[int] = ()  # for the repetition penalty
+    output_token_ids: Seq[int] = ()  # for all three penalties; later outputs are counted on the device
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """Rows with one token come first (`num_decode` of them); the rest are chunks of prompts."""
+
+    rows: list[RowPlan]
+    num_decode: int
+    slot_updates: list[SlotUpdate] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """Aligned with the plan's rows. `token_ids[i]` means nothing where `rows[i].samples` is false."""
+
+    token_ids: list[int]
+    logprobs: list[Logprobs | None]
+    prompt_logprobs: list[list[Logprobs] | None]  # one entry for each of the row's prompt_targets
+    device_seconds: float = 0.0  # waiting for the device
+    fetch_seconds: float = 0.0  # copying and unpacking
+
+
+class Runner(Protocol):
+    """Executes plans in the order of dispatch. One plan may be in flight while the next is dispatched."""
+
+    page_size: int
+    num_pages: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    vocab_size: int
+
+    def dispatch(self, plan: StepPlan) -> object:
+        """Packs and starts a step without waiting for it; returns a handle for `fetch`."""
+        ...
+
+    def fetch(self, handle: object) -> StepResult:
+        """Waits for a step; handles must be fetched in the order of dispatch."""
+        ...
+
+    def stats(self) -> dict[str, float]:
+        """Counters: compile_misses, pack_seconds, dispatch_seconds, padding_tokens."""
+        ...

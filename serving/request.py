@@ -1,0 +1,125 @@
+"""What crosses the line between the front ends and the engine core. Everything here is plain data (msgspec),
+so the same structs are the in-process API and, encoded with MessagePack, the wire format.
+
+A front end validates, tokenizes and splits a request of n completions into n `EngineRequest`s. The core answers
+with one `StepOutput` a step for each front end, which carries every sequence's new tokens.
+
+Who stops a sequence: the core on token ids (eos, `stop_token_ids`), on `max_tokens` and on the context length; the
+front end on stop strings (only it has text), by truncating the output and aborting the sequence.
+"""
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to sample and when to stop, with vLLM's names, meanings and defaults. Ranges are checked by `validate` in
+    `serving/validation.py`; the core relies on it having been called."""
+
+    n: int = 1
+    max_tokens: int | None = None  # None: up to the context length
+    min_tokens: int = 0
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: off
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None  # int64; None: drawn from entropy by the front end
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    logprobs: int | None = None  # number of top log-probabilities beside the chosen one's, 0 to 20
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None  # keep the last k prompt tokens; -1: the context length
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One sequence to generate. `request_id` is unique among live requests (the front end makes it so)."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams  # n is 1, max_tokens and seed are set, text-only fields may be ignored
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    priority: int = 0  # lower runs first (only with the priority policy)
+    cache_salt: str = ""  # prefix-cache namespace
+    group_id: str = ""  # shared by the n sequences of one request, which share prompt pages even without a prefix cache
+    arrival_time: float = 0.0  # time.time() at the front end
+
+
+class Logprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position, of the raw model distribution (before penalties and temperature)."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1: the most likely token
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class TokenEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What one step did for one sequence. After an event with a `finish_reason` nothing follows for that id."""
+
+    request_id: str
+    new_token_ids: list[int] = []
+    logprobs: list[Logprobs] | None = None  # one entry a new token, when asked for
+    prompt_logprobs: list[Logprobs | None] | None = None  # once, with the first token; the first entry is None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # the stop token that ended it (it is the last of new_token_ids); None for eos
+    num_cached_tokens: int = 0  # prompt tokens served from the prefix cache, on the first event
+    queue_time: float = 0.0  # seconds between arrival and first schedule, on the first event
+    error: str = ""  # with finish_reason "error"
+
+
+class EngineStats(msgspec.Struct, kw_only=True):
+    """The engine's books after a step. Counters only grow; the front end turns them into metrics."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0  # held pages / total pages
+    prefix_cache_queries: int = 0  # counter, tokens
+    prefix_cache_hits: int = 0  # counter, tokens
+    num_preemptions: int = 0  # counter
+    prompt_tokens: int = 0  # counter
+    prompt_tokens_cached: int = 0  # counter
+    generation_tokens: int = 0  # counter
+    compile_misses: int = 0  # counter; must stay 0 after start
+    step_seconds: dict[str, float] = {}  # counter by part: schedule, pack, dispatch, device, fetch
+    steps: int = 0  # counter
+    batch_tokens: int = 0  # counter: real tokens in steps
+    batch_padding: int = 0  # counter: padding tokens in steps
+    iteration_tokens: int = 0  # real tokens of this step
+
+
+class StepOutput(msgspec.Struct, kw_only=True):
+    """The one message of a step to a front end."""
+
+    events: list[TokenEvent]
+    stats: EngineStats
+
+
+class EngineInfo(msgspec.Struct, kw_only=True):
+    """What the core tells a front end once it is ready."""
+
+    max_model_len: int
+    vocab_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_pages: int
+    page_size: int
+    dtype: str
+    kv_cache_dtype: str
+    attention_backend: str
+    mesh: str
+    model_family: str
+    num_parameters: int
