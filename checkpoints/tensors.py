@@ -15,6 +15,8 @@ import numpy as np
 class TensorSource(Protocol):
     """Lazy access to a checkpoint. `read` touches only the bytes it needs."""
 
+    location: str  # the file or folder, for messages
+
     def names(self) -> Collection[str]: ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...

@@ -1,0 +1,122 @@
+"""GGUF metadata as the dictionary a Hugging Face `config.json` holds."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from checkpoints.errors import CheckpointError
+from quant.gguf import decode
+from quant.gguf_file import GGUFFile
+
+MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # GGUF architecture -> model_type
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
+                 "qwen3": "Qwen3ForCausalLM"}  # fmt: skip
+ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1's frequency divisors, [H/2]
+
+
+def check_architecture(metadata: dict[str, Any], location: str) -> str:
+    architecture = metadata.get("general.architecture")
+    if architecture not in MODEL_TYPES:
+        raise CheckpointError(
+            f"{location}: architecture {architecture!r} is not supported (supported in GGUF: {', '.join(MODEL_TYPES)})"
+        )
+    return architecture
+
+
+def hf_config(file: GGUFFile, location: str) -> dict[str, Any]:
+    """Raises CheckpointError naming a missing key or a setting that has no equivalent."""
+    metadata = file.metadata
+    architecture = check_architecture(metadata, location)
+
+    def get(key: str, default: Any = None) -> Any:
+        value = metadata.get(f"{architecture}.{key}", default)
+        if value is None:
+            raise CheckpointError(f"{location}: the metadata has no {architecture}.{key}; convert the model again")
+        return _short(value)
+
+    def has(key: str) -> bool:
+        return f"{architecture}.{key}" in metadata
+
+    hidden, heads = get("embedding_length"), get("attention.head_count")
+    config: dict[str, Any] = {
+        "model_type": MODEL_TYPES[architecture],
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": get("feed_forward_length"),
+        "num_hidden_layers": get("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": get("attention.head_count_kv", heads),
+        "max_position_embeddings": get("context_length"),
+        "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
+        "rope_theta": get("rope.freq_base", 10000.0),
+        "vocab_size": file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else 0,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+    }
+    if has("attention.key_length"):
+        config["head_dim"] = get("attention.key_length")
+    head_dim = config.get("head_dim", hidden // heads)
+    if get("rope.dimension_count", head_dim) != head_dim:
+        raise CheckpointError(f"{location}: rope.dimension_count is {get('rope.dimension_count')}, only the head size "
+                              f"{head_dim} is supported")  # fmt: skip
+    if architecture == "llama":
+        config["attention_bias"] = any(name.endswith("attn_q.bias") for name in file.tensors)
+    if has("attention.sliding_window") and architecture == "llama":  # Mistral is a llama with a window here
+        config |= {"model_type": "mistral", "sliding_window": get("attention.sliding_window")}
+    scaling = _rope_scaling(file, location, get, has, config, head_dim)
+    if scaling is not None:
+        config["rope_scaling"] = scaling
+    for key in ("bos", "eos"):
+        if f"tokenizer.ggml.{key}_token_id" in metadata:
+            config[f"{key}_token_id"] = metadata[f"tokenizer.ggml.{key}_token_id"]
+    config["architectures"] = [ARCHITECTURES[config["model_type"]]]
+    return config
+
+
+def _short(value: Any) -> Any:
+    """Metadata floats are float32: 1e-5 comes back as 9.99999974e-06. Give the shortest number that means the same."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+def _rope_scaling(file: GGUFFile, location: str, get: Any, has: Any, config: dict, head_dim: int) -> dict | None:
+    kind = get("rope.scaling.type", "none")
+    if ROPE_FACTORS in file.tensors:
+        return _llama3_scaling(file, location, config["rope_theta"], head_dim)
+    if kind == "none":
+        return None
+    if kind not in ("linear", "yarn"):
+        raise CheckpointError(f"{location}: rope scaling {kind!r} is not supported (supported: none, linear, yarn)")
+    scaling = {"rope_type": kind, "factor": get("rope.scaling.factor")}
+    if has("rope.scaling.original_context_length"):
+        scaling["original_max_position_embeddings"] = get("rope.scaling.original_context_length")
+    return scaling
+
+
+def _llama3_scaling(file: GGUFFile, location: str, theta: float, head_dim: int) -> dict:
+    """Llama 3.1 stores the result of its scaling rule, not the rule. The rule's constants are the same in every
+    published model but the factor, which is the largest divisor; the stored table confirms the guess."""
+    stored = decode(file.rows(ROPE_FACTORS), file.tensors[ROPE_FACTORS].type_id)
+    rule = {
+        "rope_type": "llama3",
+        "factor": float(stored.max()),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    expected = llama3_divisors(rule, theta, head_dim)
+    if stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-4):
+        raise CheckpointError(
+            f"{location}: {ROPE_FACTORS} does not follow Llama 3.1's rule with factor {rule['factor']:g} over 8192 "
+            "positions; use the model's safetensors"
+        )
+    return rule
+
+
+def llama3_divisors(rule: dict, theta: float, head_dim: int) -> np.ndarray:
+    """What each RoPE frequency is divided by, [H/2]: 1 for short wavelengths, the factor for long ones, a blend
+    between them. Source: transformers `modeling_rope_utils.py`, `_compute_llama3_parameters`."""
+    wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    turns = rule["original_max_position_embeddings"] / wavelength
+    low, high, factor = rule["low_freq_factor"], rule["high_freq_factor"], rule["factor"]
+    blend = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return 1 / ((1 - blend) / factor + blend)

@@ -1,0 +1,155 @@
+"""Puts a checkpoint's tensors on the devices: each device gets its shard, and only that shard's bytes are read.
+
+For one parameter: find the distinct shards its sharding asks for, read each once into a fresh host array in the
+target dtype (layer by layer for a stack), and hand it to every device that holds it. The host never has more than one
+parameter at a time beyond what the devices hold.
+"""
+
+import fnmatch
+import math
+from collections.abc import Collection, Mapping
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from checkpoints.errors import CheckpointError, some
+from checkpoints.tensors import ParamSource, TensorSource
+
+Path = tuple[str, ...]
+Index = tuple[slice, ...]
+
+# Buffers that old checkpoints carry and every model recomputes.
+IGNORED = ("*.rotary_emb.inv_freq",)
+
+
+def load_params(
+    source: TensorSource,
+    targets: Mapping[Path, ParamSource],
+    shapes: Mapping[Path, tuple[int, ...]],
+    shardings: Mapping[Path, jax.sharding.Sharding],
+    dtype: np.typing.DTypeLike,
+    *,
+    ignore: Collection[str] = (),
+    progress: bool = False,
+) -> dict[Path, jax.Array]:
+    """Reads every target. `ignore` holds names or patterns of tensors that may be left over (a tied `lm_head.weight`).
+
+    Raises CheckpointError before anything is read if a tensor is missing, left over or of the wrong shape.
+    """
+    check_names(source, targets, ignore)
+    for path, target in targets.items():
+        check_shapes(source, target, shapes[path])
+    params = {}
+    total = sum(math.prod(shapes[path]) for path in targets)
+    with tqdm(total=total, unit=" params", unit_scale=True, desc="Loading weights", disable=not progress) as bar:
+        for path, target in targets.items():
+            params[path] = _load_param(source, target, shapes[path], shardings[path], np.dtype(dtype))
+            bar.update(math.prod(shapes[path]))
+    return params
+
+
+def check_names(source: TensorSource, targets: Mapping[Path, ParamSource], ignore: Collection[str] = ()) -> None:
+    """Nothing missing, nothing left over."""
+    wanted = {name for target in targets.values() for name in target.names}
+    present = set(source.names())
+    if missing := sorted(wanted - present):
+        raise CheckpointError(f"{source.location}: missing tensors: {some(missing)}; the config asks for them, so "
+                              "check that config and weights belong together and are complete")  # fmt: skip
+    patterns = (*IGNORED, *ignore)
+    left_over = sorted(n for n in present - wanted if not any(fnmatch.fnmatchcase(n, p) for p in patterns))
+    if left_over:
+        raise CheckpointError(f"{source.location}: left-over tensors: {some(left_over)}; the model described by the "
+                              "config has no place for them, so its output would be wrong")  # fmt: skip
+
+
+def check_shapes(source: TensorSource, target: ParamSource, shape: tuple[int, ...]) -> None:
+    """Each stored dimension must be one of the parameter's, or the product of neighbours."""
+    if target.stacked and shape[0] != len(target.names):
+        raise CheckpointError(f"{source.location}: {len(target.names)} layers for a stack of {shape[0]}")
+    shape = shape[1:] if target.stacked else shape
+    for name in target.names:
+        stored = source.shape(name)
+        if _groups(stored[::-1] if target.transpose else stored, shape) is None:
+            wanted = f"{list(shape)} (transposed)" if target.transpose else f"{list(shape)}"
+            raise CheckpointError(
+                f"{source.location}: {name} has shape {list(stored)}, the config asks for {wanted}; "
+                "check that config and weights belong together"
+            )
+
+
+def _load_param(source: TensorSource, target: ParamSource, shape: tuple[int, ...],
+                sharding: jax.sharding.Sharding, dtype: np.dtype) -> jax.Array:  # fmt: skip
+    devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        index = index or (slice(None),) * len(shape)
+        bounds = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
+        devices.setdefault(bounds, []).append(device)
+    shards = []
+    for bounds, holders in devices.items():
+        host = read_shard(source, target, shape, bounds, dtype)
+        shards += [jax.device_put(host, device) for device in holders]
+        if jax.default_backend() != "cpu":  # the copies run in the background: let them end before the next read
+            jax.block_until_ready(shards)
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def read_shard(source: TensorSource, target: ParamSource, shape: tuple[int, ...],
+               bounds: tuple[tuple[int, int], ...], dtype: np.dtype) -> np.ndarray:  # fmt: skip
+    """The part of a parameter between `bounds` (start, stop for each axis), in a new array."""
+    out = np.empty([stop - start for start, stop in bounds], dtype)
+    if not target.stacked:
+        _fill(out, source, target.names[0], target.transpose, shape, bounds)
+        return out
+    start, stop = bounds[0]
+    for row, name in enumerate(target.names[start:stop]):
+        _fill(out[row], source, name, target.transpose, shape[1:], bounds[1:])
+    return out
+
+
+def _fill(out: np.ndarray, source: TensorSource, name: str, transpose: bool, shape: tuple[int, ...],
+          bounds: tuple[tuple[int, int], ...]) -> None:  # fmt: skip
+    stored = source.shape(name)
+    stored = stored[::-1] if transpose else stored
+    groups = _groups(stored, shape)
+    assert groups is not None, f"{name}: shapes were checked"
+    index, cut, middle = [], [], []  # read `index` of the tensor, see it as `middle`, take `cut` of that
+    for axes in groups:
+        part, group_cut, group_shape = _slice_group([shape[a] for a in axes], [bounds[a] for a in axes])
+        index.append(part)
+        cut += group_cut
+        middle += group_shape
+    # Cast before transposing: the strided copy then moves fewer bytes.
+    values = source.read(name, tuple(index[::-1] if transpose else index)).astype(out.dtype, copy=False)
+    values = values.T if transpose else values
+    out[...] = values.reshape(middle)[tuple(cut)]
+
+
+def _groups(stored: tuple[int, ...], shape: tuple[int, ...]) -> list[range] | None:
+    """For each stored dimension, the neighbouring parameter axes whose product it is; None when they do not match.
+    (D, N*H) against (D, N, H): [0..1), [1..3)."""
+    groups, axis = [], 0
+    for size in stored:
+        first, product = axis, 1
+        while axis < len(shape) and (product < size or axis == first):
+            product *= shape[axis]
+            axis += 1
+        if product != size:
+            return None
+        groups.append(range(first, axis))
+    return groups if axis == len(shape) else None
+
+
+def _slice_group(sizes: list[int], bounds: list[tuple[int, int]]) -> tuple[slice, list[slice], list[int]]:
+    """One stored dimension that is a product of `sizes`, of which the box `bounds` is wanted: the slice to read, and
+    how to cut the box out of it once it is reshaped.
+
+    Rows of a box that is full in its last axes are neighbours: the slice is then exact. Otherwise the slice covers the
+    first axis' range and the rest is cut.
+    """
+    if not sizes:
+        return slice(None), [], []
+    inner = math.prod(sizes[1:])
+    start, stop = bounds[0]
+    cut = [slice(None)] + [slice(*b) for b in bounds[1:]]
+    return slice(start * inner, stop * inner), cut, [stop - start, *sizes[1:]]
