@@ -4,7 +4,7 @@ Front ends hold an `EngineClient`: `generate` streams one sequence's events. Lea
 connection, a stop string) aborts the sequence and frees its pages.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from serving.request import EngineInfo, EngineRequest, EngineStats, TokenEvent
@@ -14,7 +14,7 @@ class EngineClient(Protocol):
     info: EngineInfo
     stats: EngineStats  # newest known
 
-    def generate(self, request: EngineRequest) -> AsyncIterator[TokenEvent]:
+    def generate(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
         """Submits the request and yields its events to the last, merging events that queued up meanwhile.
 
         Raises `Overloaded` when an admission limit refuses it, `EngineDead` when the core is gone.

@@ -1,0 +1,62 @@
+"""What every front end of one service shares."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from serving.config import ServerConfig
+from serving.engine.client import EngineClient
+from serving.errors import EngineDead, InvalidRequest, NotFound
+from serving.metrics import Metrics
+from serving.tokenizer.tokenizer import Tokenizer
+from serving.validation import MAX_LOGPROBS, RequestLimits
+
+THREAD_CHARS = 16_384  # longer texts are tokenized in a thread, beside the event loop
+
+
+@dataclass
+class Lifecycle:
+    """The only state of a service that changes."""
+
+    draining: bool = False  # no new requests: the service is ending
+    live: int = 0  # requests being served
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    engine: EngineClient
+    tokenizer: Tokenizer
+    config: ServerConfig
+    model_name: str
+    metrics: Metrics
+    version: str
+    start_time: float  # time.time()
+    lifecycle: Lifecycle = field(default_factory=Lifecycle)
+
+    @property
+    def limits(self) -> RequestLimits:
+        info = self.engine.info
+        return RequestLimits(
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            max_logprobs=min(self.config.max_logprobs, MAX_LOGPROBS),
+            priority_policy=self.config.engine.scheduling_policy == "priority",
+        )
+
+    def check_admission(self) -> None:
+        """Raises `EngineDead` unless new requests are taken."""
+        if self.lifecycle.draining:
+            raise EngineDead("the server is shutting down and takes no new requests")
+        self.engine.check_health()
+
+    def check_model(self, name: str | None) -> None:
+        if name and name != self.model_name:
+            raise NotFound(f"The model {name!r} does not exist; this server has {self.model_name!r}")
+
+    async def encode(self, text: str, add_special_tokens: bool, field_name: str = "prompt") -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"{field_name} is not valid Unicode: {error.reason} at {error.start}", field_name) from None
+        if len(text) < THREAD_CHARS:
+            return self.tokenizer.encode(text, add_special_tokens)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
