@@ -1,0 +1,13 @@
+"""Before anything imports jax: CPU only, 8 simulated devices, one compilation cache for all test processes."""
+
+import os
+from pathlib import Path
+
+CACHE = Path.home() / ".cache" / "pageloom" / "xla"
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = " ".join(
+    [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]).strip()
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "0"
