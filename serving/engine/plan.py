@@ -8,6 +8,8 @@ import numpy as np
 
 from serving.request import Logprobs, SamplingParams
 
+Tokens = Seq[int] | np.ndarray  # int32; an array is a view, not to be kept after `dispatch`
+
 
 @dataclass(frozen=True, kw_only=True)
 class RowPlan:
@@ -19,27 +21,34 @@ class RowPlan:
 
     request_id: str
     slot: int  # this sequence's index in the device state arrays, 0 .. max_num_seqs - 1
-    token_ids: Seq[int] | None
+    token_ids: Tokens | None
     start: int
     num_tokens: int
     page_ids: np.ndarray  # int32, pages of positions 0 .. start + num_tokens - 1, in order (a view: not to be kept)
     sampling: SamplingParams
     samples: bool  # the row's last token is the newest known: sample its successor
     output_index: int  # index of the sampled token among the sequence's output tokens (feeds the seed)
-    prompt_targets: Seq[int] | None = None  # with prompt_logprobs: the token that follows each of the row's tokens
+    # With prompt_logprobs: the prompt token that follows each of the row's first tokens. The last token of the prompt
+    # has no such successor, so there may be fewer targets than tokens.
+    prompt_targets: Tokens | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlotUpdate:
     """Sets a slot's dense sampling state before the step. Sent only for requests that use such fields, and to clean
-    a slot that the previous owner used."""
+    a slot that the previous owner used.
+
+    Every update replaces biases, bans and the allowed set. The tokens counted for the penalties are replaced only when
+    `reset_counts` is set (a new owner): the device then starts from `prompt_token_ids` and `output_token_ids` and adds
+    each token it samples for the slot, right after sampling it."""
 
     slot: int
     logit_bias: dict[int, float] = field(default_factory=dict)  # added to the logits
     banned_token_ids: Seq[int] = ()  # -inf
     allowed_token_ids: Seq[int] | None = None  # None: all
-    prompt_token_ids: Seq[int] = ()  # for the repetition penalty
-    output_token_ids: Seq[int] = ()  # for all three penalties; later outputs are counted on the device
+    reset_counts: bool = True
+    prompt_token_ids: Tokens = ()  # for the repetition penalty
+    output_token_ids: Tokens = ()  # for all three penalties; later outputs are counted on the device
 
 
 @dataclass(frozen=True, kw_only=True)
