@@ -1,0 +1,93 @@
+"""The native checkpoint: a folder with parameters as the model holds them (`params/`, Orbax), the model's `config.json`
+and its tokenizer files. Restoring puts every device's shard where the target sharding wants it, so a checkpoint
+written on one mesh opens on any other.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from checkpoints.errors import CheckpointError, some
+
+ParamPath = tuple[str, ...]
+PARAMS, CONFIG = "params", "config.json"
+
+
+def save_folder(
+    folder: Path,
+    params: Mapping[ParamPath, jax.Array],
+    config: Mapping[str, Any],
+    tokenizer_files: Mapping[str, bytes],
+) -> None:
+    """Writes a new folder. `config` is a Hugging Face config, `tokenizer_files` name -> content."""
+    folder = folder.expanduser().absolute()
+    if folder.exists() and any(folder.iterdir()):
+        raise CheckpointError(f"{folder}: is not empty; name a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / PARAMS, _nested(params))
+    for name, content in tokenizer_files.items():
+        (folder / name).write_bytes(content)
+    # Last: a folder without a config is not taken for a model, so a broken-off save is noticed.
+    (folder / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+
+
+def restore_params(
+    folder: Path,
+    shapes: Mapping[ParamPath, tuple[int, ...]],
+    shardings: Mapping[ParamPath, jax.sharding.Sharding],
+    dtype: np.typing.DTypeLike,
+) -> dict[ParamPath, jax.Array]:
+    """Reads every parameter of `shapes` in `dtype` onto its sharding. Raises CheckpointError if one is missing, left
+    over or of another shape, or if the folder is damaged."""
+    location = (folder.expanduser() / PARAMS).absolute()
+    with ocp.StandardCheckpointer() as checkpointer:
+        try:
+            stored = _flat(checkpointer.metadata(location).item_metadata.tree)
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{location}: not a whole Orbax checkpoint ({error}); convert it again") from error
+        _check(str(location), {path: tuple(meta.shape) for path, meta in stored.items()}, shapes)
+        wanted = {
+            path: jax.ShapeDtypeStruct(shape, dtype, sharding=shardings[path]) for path, shape in shapes.items()
+        }
+        try:
+            return _flat(checkpointer.restore(location, _nested(wanted)))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{location}: cannot be restored ({error}); convert it again") from error
+
+
+def _check(
+    location: str, stored: Mapping[ParamPath, tuple[int, ...]], shapes: Mapping[ParamPath, tuple[int, ...]]
+) -> None:
+    missing, left_over = sorted(shapes.keys() - stored.keys()), sorted(stored.keys() - shapes.keys())
+    for what, paths in (("missing", missing), ("left-over", left_over)):
+        if paths:
+            names = some([".".join(path) for path in paths])
+            raise CheckpointError(f"{location}: {what} parameters: {names}; convert the model again")
+    for path, shape in shapes.items():
+        if stored[path] != tuple(shape):
+            raise CheckpointError(f"{location}: {'.'.join(path)} has shape {list(stored[path])}, the config asks for "
+                                  f"{list(shape)}; convert the model again")  # fmt: skip
+
+
+def _nested(flat: Mapping[ParamPath, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, value in flat.items():
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = value
+    return tree
+
+
+def _flat(tree: Mapping[str, Any], prefix: ParamPath = ()) -> dict[ParamPath, Any]:
+    flat: dict[ParamPath, Any] = {}
+    for key, value in tree.items():
+        path = (*prefix, key)
+        flat |= _flat(value, path) if isinstance(value, Mapping) else {path: value}
+    return flat
