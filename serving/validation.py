@@ -118,14 +118,16 @@ def validate(sampling: SamplingParams, limits: RequestLimits) -> None:
         raise _refuse("truncate_prompt_tokens", truncate, "-1 or at least 1")
 
 
-def fit_prompt(prompt_token_ids: list[int], sampling: SamplingParams, limits: RequestLimits) -> tuple[list[int], int]:
-    """The prompt after `truncate_prompt_tokens`, and the number of tokens that may be generated.
+def fit_prompt(prompt_token_ids: list[int], sampling: SamplingParams, limits: RequestLimits,
+               default_max_tokens: int | None = None) -> tuple[list[int], int]:
+    """The prompt after `truncate_prompt_tokens`, and the number of tokens that may be generated: `max_tokens` or, as
+    far as there is room, the default (None: all the room).
 
     Raises `InvalidRequest` when the prompt is empty, holds ids out of the vocabulary, or does not fit the context.
     """
     truncate = sampling.truncate_prompt_tokens
     if truncate == -1:  # as much as leaves room for the output
-        truncate = max(1, limits.max_model_len - (sampling.max_tokens or 1))
+        truncate = max(1, limits.max_model_len - (sampling.max_tokens or default_max_tokens or 1))
     ids = prompt_token_ids if truncate is None else prompt_token_ids[-truncate:]
     if not ids:
         raise InvalidRequest("prompt has no tokens, must have at least 1", "prompt")
@@ -139,7 +141,7 @@ def fit_prompt(prompt_token_ids: list[int], sampling: SamplingParams, limits: Re
         if sampling.min_tokens > room:
             raise _refuse("min_tokens", sampling.min_tokens, f"at most {room}: the prompt has {len(ids)} tokens and the "
                                                              f"context length is {limits.max_model_len}")
-        return ids, room
+        return ids, room if default_max_tokens is None else min(room, max(default_max_tokens, sampling.min_tokens))
     if sampling.max_tokens > room:
         raise _refuse("max_tokens", sampling.max_tokens, f"at most {room}: the prompt has {len(ids)} tokens and the "
                                                          f"context length is {limits.max_model_len}")
@@ -170,6 +172,7 @@ def to_engine_requests(
     request_id: str = "",
     priority: int = 0,
     cache_salt: str = "",
+    default_max_tokens: int | None = None,
 ) -> list[EngineRequest]:
     """Validates a request and splits it into `sampling.n` sequences, whose ids are unique whatever `request_id` is.
 
@@ -180,7 +183,7 @@ def to_engine_requests(
     if priority and not limits.priority_policy:
         raise InvalidRequest(f"priority is {priority}, must be 0 unless the server runs --scheduling-policy priority",
                              "priority")
-    ids, max_tokens = fit_prompt(prompt_token_ids, sampling, limits)
+    ids, max_tokens = fit_prompt(prompt_token_ids, sampling, limits, default_max_tokens)
     bad_words = bad_words_token_ids(sampling.bad_words, tokenizer)
     seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
     group = f"{request_id or 'req'}-{uuid.uuid4().hex[:12]}"

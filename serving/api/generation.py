@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from serving.api.service import Service
 from serving.errors import Overloaded, PageloomError
 from serving.request import EngineRequest, FinishReason, Logprobs, TokenEvent
-from serving.tokenizer.detokenizer import IncrementalDetokenizer, StopStringMatcher
+from serving.tokenizer.detokenizer import IncrementalDetokenizer
+from serving.tokenizer.stop_strings import StopStringMatcher
 from serving.tokenizer.tokenizer import Tokenizer
 
 
@@ -62,15 +63,13 @@ class SequenceOutput:
         self._eos_ids = frozenset(tokenizer.eos_ids)
         self._detokenizer = IncrementalDetokenizer(
             tokenizer,
+            request.prompt_token_ids,
             skip_special_tokens=sampling.skip_special_tokens,
             spaces_between_special_tokens=sampling.spaces_between_special_tokens,
         )
-        self._matcher = None
-        if sampling.stop:
-            self._matcher = StopStringMatcher(sampling.stop, sampling.include_stop_str_in_output)
+        self._matcher = StopStringMatcher(sampling.stop, sampling.include_stop_str_in_output)
         self._generated = 0  # tokens seen
         self._fed = 0  # characters detokenized
-        self._released = 0  # characters that no stop string can take back
         self._held: list[_Token] = []
         self._text: list[str] = []
         self._tokens: list[_Token] = []  # released, not yet delivered
@@ -109,7 +108,7 @@ class SequenceOutput:
             silent = i == last and self._is_terminator(event, token_id)
             text = "" if silent else self._detokenizer.add([token_id])
             self._held.append(_Token(token_id, text, self._fed, logprobs[i] if logprobs else None))
-            stop = self._feed(text, self._generated > self._sampling.min_tokens)
+            stop = self._feed(text)
             if stop is not None:
                 return stop
         return None
@@ -120,20 +119,16 @@ class SequenceOutput:
             return False
         return token_id == event.stop_token_id or (event.stop_token_id is None and token_id in self._eos_ids)
 
-    def _feed(self, text: str, may_stop: bool) -> str | None:
+    def _feed(self, text: str) -> str | None:
         self._fed += len(text)
-        if self._matcher is None or not may_stop:
-            self._release(text)
-            return None
-        text, stop = self._matcher.add(text)
-        self._release(text)
-        return stop
+        may_stop = self._generated > self._sampling.min_tokens
+        self._release(self._matcher.add(text) if may_stop else self._matcher.pass_by(text))
+        return self._matcher.stop
 
     def _release(self, text: str) -> None:
-        if text:
-            self._text.append(text)
-            self._released += len(text)
-        self._release_tokens(lambda token: token.start + len(token.text) <= self._released)
+        self._text.append(text)
+        shown = self._matcher.length
+        self._release_tokens(lambda token: token.start + len(token.text) <= shown)
 
     def _release_tokens(self, is_free: Callable[[_Token], bool]) -> None:
         free = 0
@@ -148,17 +143,18 @@ class SequenceOutput:
             self._held[-1].text += rest
         elif rest and self._tokens:
             self._tokens[-1].text += rest
-        stop = self._feed(rest, self._generated > self._sampling.min_tokens)
-        if stop is None and self._matcher is not None:
+        stop = self._feed(rest)
+        if stop is None:
             self._release(self._matcher.finish())
         return stop
 
     def _deliver(self, finish: FinishReason | None, reason: int | str | None) -> Delta:
         if isinstance(reason, str):
-            self._release_tokens(lambda token: token.start < self._released)
+            cut = self._matcher.length
+            self._release_tokens(lambda token: token.start < cut)
             if self._tokens:  # the stop string may begin or end within the last token
                 last = self._tokens[-1]
-                last.text = last.text[: self._released - last.start]
+                last.text = last.text[: cut - last.start]
         tokens, dropped = self._tokens, self._held
         delta = Delta(
             sequence=self._sequence,

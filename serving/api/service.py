@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from serving.config import ServerConfig
 from serving.engine.client import EngineClient
-from serving.errors import EngineDead, InvalidRequest, NotFound
+from serving.errors import EngineDead, NotFound
 from serving.metrics import Metrics
 from serving.tokenizer.tokenizer import Tokenizer
 from serving.validation import MAX_LOGPROBS, RequestLimits
@@ -42,6 +42,10 @@ class Service:
             priority_policy=self.config.engine.scheduling_policy == "priority",
         )
 
+    @property
+    def fingerprint(self) -> str:
+        return f"pageloom-{self.version}"
+
     def check_admission(self) -> None:
         """Raises `EngineDead` unless new requests are taken."""
         if self.lifecycle.draining:
@@ -52,11 +56,7 @@ class Service:
         if name and name != self.model_name:
             raise NotFound(f"The model {name!r} does not exist; this server has {self.model_name!r}")
 
-    async def encode(self, text: str, add_special_tokens: bool, field_name: str = "prompt") -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(f"{field_name} is not valid Unicode: {error.reason} at {error.start}", field_name) from None
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if len(text) < THREAD_CHARS:
             return self.tokenizer.encode(text, add_special_tokens)
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)

@@ -1,0 +1,257 @@
+"""Request bodies. The JSON schemas made from these classes are the documentation, so every limit is stated here;
+`serving/validation.py` checks what depends on the model.
+
+Unknown fields are refused. A field of a later feature is declared with the only values that have an effect today
+(none, empty, or the default): anything else is refused by name.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+from pydantic_core import PydanticCustomError
+
+from serving import validation as rules
+from serving.request import SamplingParams
+
+
+def _not_supported(value: Any) -> Any:
+    if value is not None:
+        raise PydanticCustomError("not_supported", "is not supported yet")
+    return value
+
+
+def _no_tools(value: Any) -> Any:
+    if value not in (None, []):
+        raise PydanticCustomError("not_supported", "is not supported yet, must be empty")
+    return value
+
+
+def _no_tool_choice(value: Any) -> Any:
+    if value not in (None, "none", "auto"):
+        raise PydanticCustomError("not_supported", "is not supported yet, must be 'none' or 'auto'")
+    return value
+
+
+def _text_format_only(value: Any) -> Any:
+    if isinstance(value, dict) and value.get("type") != "text":
+        raise PydanticCustomError("not_supported", "is not supported yet unless its type is 'text'")
+    return value
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, regex_engine="rust-regex")
+
+
+class TextFormat(Body):
+    type: Literal["text"]
+
+
+NotYet = Annotated[None, BeforeValidator(_not_supported)]
+Empty = Annotated[list[Any], Field(max_length=0)]
+TokenId = Annotated[int, Field(ge=0, le=rules.INT32_MAX)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=rules.MAX_STOP_STRING_CHARS)]
+BadWord = Annotated[str, StringConstraints(min_length=1, max_length=rules.MAX_BAD_WORD_CHARS)]
+BiasKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,10}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+LogprobCount = Annotated[int, Field(ge=0, le=rules.MAX_LOGPROBS)]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+class SamplingFields(Body):
+    """The fields that all generating endpoints take; null means the default."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=rules.INT32_MAX)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=rules.INT32_MAX)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=rules.INT32_MAX)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=rules.MAX_N)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=rules.MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=rules.MAX_STOP_TOKEN_IDS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    seed: Annotated[int, Field(ge=rules.INT64_MIN, le=rules.INT64_MAX)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    logit_bias: Annotated[dict[BiasKey, Bias], Field(json_schema_extra={"additionalProperties": False})] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=rules.MAX_BAD_WORDS)] | None = None
+    prompt_logprobs: LogprobCount | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: Literal[-1] | Annotated[int, Field(ge=1, le=rules.INT32_MAX)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    priority: Annotated[int, Field(ge=-rules.INT32_MAX, le=rules.INT32_MAX)] | None = None
+    cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
+    request_id: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
+    user: Annotated[str, Field(description="Accepted and not used")] | None = None
+    metadata: Annotated[dict[str, Any], Field(description="Accepted and not used")] | None = None
+    response_format: Annotated[TextFormat | None, BeforeValidator(_text_format_only)] = None
+    structured_outputs: NotYet = None
+    kv_transfer_params: NotYet = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_stream(self) -> "SamplingFields":
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError("cross_field", "stream_options needs stream to be true",
+                                      {"param": "stream_options"})
+        if self.stream and self.prompt_logprobs is not None:
+            raise PydanticCustomError("cross_field", "prompt_logprobs cannot be combined with stream",
+                                      {"param": "prompt_logprobs"})
+        return self
+
+    def sampling(self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
+        """The engine's parameters: this request's values, the defaults where it has none."""
+        names = set(SamplingParams.__struct_fields__) & set(SamplingFields.model_fields)
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        for name in ("stop_token_ids", "allowed_token_ids", "bad_words"):
+            if name in given:
+                given[name] = tuple(given[name])
+        if self.stop is not None:
+            given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if self.logit_bias is not None:
+            given["logit_bias"] = {int(key): bias for key, bias in self.logit_bias.items()}
+        given |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+        return SamplingParams(**given)
+
+
+class CompletionRequest(SamplingFields):
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1, max_length=1024)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=1024)]
+    )
+    echo: bool | None = None
+    logprobs: LogprobCount | None = None
+    suffix: NotYet = None
+
+    @model_validator(mode="after")
+    def _some_output(self) -> "CompletionRequest":
+        if self.max_tokens == 0 and not self.echo:
+            raise PydanticCustomError("cross_field", "max_tokens is 0, must be at least 1 unless echo is true",
+                                      {"param": "max_tokens"})
+        return self
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Body):
+    """A message of the conversation. What our own answers carry may be sent back."""
+
+    role: Role
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: Annotated[Empty | None, BeforeValidator(_no_tools)] = None
+    annotations: Annotated[Empty | None, BeforeValidator(_no_tools)] = None
+    function_call: NotYet = None
+    audio: NotYet = None
+
+    def for_template(self) -> dict[str, Any]:
+        content = self.content
+        if isinstance(content, list):
+            content = "\n".join(part.text for part in content)
+        message: dict[str, Any] = {"role": self.role, "content": content or ""}
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(self, name)) is not None:
+                message[name] = value
+        if self.reasoning is not None:
+            message["reasoning_content"] = self.reasoning
+        return message
+
+
+class ChatPrompt(Body):
+    """The part of a chat request that becomes the prompt."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: Annotated[str, StringConstraints(min_length=1, max_length=65536)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[Empty | None, BeforeValidator(_no_tools)] = None
+
+    @model_validator(mode="after")
+    def _one_ending(self) -> "ChatPrompt":
+        if self.continue_final_message and self.add_generation_prompt:
+            raise PydanticCustomError("cross_field", "continue_final_message and add_generation_prompt are both true, "
+                                                     "at most one may be", {"param": "continue_final_message"})
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise PydanticCustomError("cross_field", "continue_final_message needs the final message to be the "
+                                                     "assistant's", {"param": "continue_final_message"})
+        return self
+
+
+class ChatCompletionRequest(ChatPrompt, SamplingFields):
+    max_completion_tokens: Annotated[int, Field(ge=1, le=rules.INT32_MAX)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=rules.INT32_MAX)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: LogprobCount | None = None
+    documents: list[dict[str, Any]] | None = None
+    tool_choice: Annotated[Literal["none", "auto"] | None, BeforeValidator(_no_tool_choice)] = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: NotYet = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "ChatCompletionRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise PydanticCustomError("cross_field", "top_logprobs needs logprobs to be true", {"param": "top_logprobs"})
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise PydanticCustomError("cross_field", "max_tokens and max_completion_tokens differ, give only one",
+                                      {"param": "max_completion_tokens"})
+        return self
+
+
+class TokenizeRequest(Body):
+    """Either `prompt` or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: Annotated[str, StringConstraints(min_length=1, max_length=65536)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[Empty | None, BeforeValidator(_no_tools)] = None
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError("cross_field", "exactly one of prompt and messages must be given",
+                                      {"param": "prompt"})
+        return self
+
+    def chat(self) -> ChatPrompt:
+        assert self.messages is not None
+        return ChatPrompt(
+            messages=self.messages,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            chat_template=self.chat_template,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: list[TokenId]

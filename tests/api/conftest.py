@@ -1,0 +1,38 @@
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from serving.api.http.app import create_app
+from serving.api.service import Service
+from serving.tokenizer.tokenizer import Tokenizer
+from tests.api.fakes import FakeEngine, byte_tokenizer, make_service
+
+Serve = Callable[..., Service]
+Client = Callable[[Service], AbstractAsyncContextManager[httpx.AsyncClient]]
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return byte_tokenizer()
+
+
+@pytest.fixture
+def serve(tokenizer: Tokenizer) -> Serve:
+    """Makes a service whose engine answers with `text`."""
+
+    def make(text: str = "Hello world", *, tokenizer: Tokenizer = tokenizer, config: dict[str, Any] | None = None,
+             **engine: Any) -> Service:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return make_service(FakeEngine(lambda _: ids, eos=tokenizer.eos_ids[0], **engine), tokenizer, **(config or {}))
+
+    return make
+
+
+@asynccontextmanager
+async def client_of(service: Service) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(create_app(service), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        yield client
