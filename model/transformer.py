@@ -1,0 +1,102 @@
+"""A decoder-only transformer as stacks of scanned layers.
+
+The layers of a stack share stacked parameters [L, ...] and run under one `lax.scan`, so compile time and the number of
+jit arguments do not grow with depth. The paged KV cache of all layers is one array, carried through the scans in place.
+
+Axis letters: T tokens, S rows, D model dim, V vocab, L layers of a stack.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from model.batch import StepBatch
+from model.config import ModelConfig, StackSpec
+from model.layers import DecoderLayer, RMSNorm, param
+from model.rope import rope_angles
+from pallas_kernels.ragged_paged_attention.api import AttentionFn
+from sharding.rules import Axes, AxisRules
+
+Path = tuple[str, ...]
+
+
+class LayerStack(nnx.Module):
+    """Equal layers with stacked parameters."""
+
+    def __init__(self, config: ModelConfig, spec: StackSpec, rules: AxisRules, attention: AttentionFn, *,
+                 rngs: nnx.Rngs, dtype: jnp.dtype):
+        @nnx.split_rngs(splits=spec.num_layers)
+        @nnx.vmap
+        def make(rngs: nnx.Rngs) -> DecoderLayer:
+            return DecoderLayer(config, spec.layer, rules, attention, rngs=rngs, dtype=dtype)
+
+        self.first_layer, self.num_layers = spec.first_layer, spec.num_layers
+        self.layers = make(rngs)
+
+    def __call__(self, x: Float[Array, "T D"], angles: jax.Array, kv_pages: jax.Array, batch: StepBatch):
+        structure, stacked = nnx.split(self.layers)
+
+        def body(carry, inputs):
+            layer, params = inputs
+            return nnx.merge(structure, params)(carry[0], angles, carry[1], layer, batch), None
+
+        layers = self.first_layer + jnp.arange(self.num_layers, dtype=jnp.int32)
+        (x, kv_pages), _ = lax.scan(body, (x, kv_pages), (layers, stacked))
+        return x, kv_pages
+
+
+class Transformer(nnx.Module):
+    """Tokens to hidden states, and hidden states to logits. The output matrix is the embedding where tied."""
+
+    def __init__(self, config: ModelConfig, rules: AxisRules, attention: AttentionFn, *, rngs: nnx.Rngs,
+                 dtype: jnp.dtype):
+        V, D = config.vocab_size, config.hidden_size
+        self.config, self.rules = config, rules
+        self.embedding = param((V, D), ("vocab", "embed"), rngs=rngs, dtype=dtype)
+        self.stacks = nnx.List([LayerStack(config, s, rules, attention, rngs=rngs, dtype=dtype) for s in config.stacks])
+        self.norm = RMSNorm(D, "embed", eps=config.norm_eps, rngs=rngs, dtype=dtype)
+        self.head = None if config.tie_embeddings else param((V, D), ("vocab", "embed"), rngs=rngs, dtype=dtype)
+
+    def __call__(self, kv_pages: jax.Array, batch: StepBatch) -> tuple[Float[Array, "T D"], jax.Array]:
+        """Runs the layers. Returns the normed hidden states of all tokens and the updated KV pages."""
+        x = self.rules.constrain(self.embedding[...][batch.tokens], ("tokens", "embed"))
+        angles = rope_angles(self.config.rope, self.config.head_dim, batch.positions)
+        for stack in self.stacks:
+            x, kv_pages = stack(x, angles, kv_pages, batch)
+        return self.norm(x), kv_pages
+
+    def logits(self, hidden: Float[Array, "S D"]) -> Float[Array, "S V"]:
+        """Float32 logits."""
+        matrix = self.embedding if self.head is None else self.head
+        logits = jnp.einsum("sd,vd->sv", hidden, matrix[...], preferred_element_type=jnp.float32)
+        return self.rules.constrain(logits, ("rows", "vocab"))
+
+
+def abstract_model(config: ModelConfig, rules: AxisRules, attention: AttentionFn, dtype: jnp.dtype) -> Transformer:
+    """The model with shapes instead of arrays."""
+    return nnx.eval_shape(lambda: Transformer(config, rules, attention, rngs=nnx.Rngs(0), dtype=dtype))
+
+
+def param_axes(model: Transformer) -> Mapping[Path, tuple[tuple[int, ...], Axes]]:
+    """Shape and logical axes of every parameter, by path; stacked parameters gain the axis "layers"."""
+    found = {}
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        shape, axes = variable.get_value().shape, variable.get_metadata("axes")
+        found[tuple(str(part) for part in path)] = (shape, ("layers", *axes) if len(axes) < len(shape) else axes)
+    return found
+
+
+def last_hidden(hidden: Float[Array, "T D"], cu_q_lens: Int[Array, "S+1"]) -> Float[Array, "S D"]:
+    """The hidden state of each row's last token."""
+    return hidden[jnp.maximum(cu_q_lens[1:] - 1, 0)]
+
+
+def with_params(model: Transformer, params: Mapping[Path, jax.Array]) -> Transformer:
+    """The abstract model with arrays for every parameter."""
+    structure, state = nnx.split(model)
+    flat = [(path, variable.replace(params[tuple(str(part) for part in path)])) for path, variable in nnx.to_flat_state(state)]
+    return nnx.merge(structure, nnx.from_flat_state(flat))

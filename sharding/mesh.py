@@ -1,0 +1,67 @@
+"""Device meshes: `--mesh 8x1` (tensor x data) or `--mesh tensor=4,data=2`.
+
+Mesh axes: `data` (groups of sequences), `tensor` (heads, ffn and vocabulary).
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+AXES = ("data", "tensor")  # tensor innermost: its collectives are the most frequent, so its devices are neighbours
+
+
+class MeshError(ValueError):
+    """A mesh that cannot be built; the message says what would work."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshSpec:
+    """Sizes of the mesh axes."""
+
+    tensor: int = 1
+    data: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        return self.tensor * self.data
+
+    def __str__(self) -> str:
+        return f"tensor={self.tensor},data={self.data}"
+
+
+def parse_mesh(text: str) -> MeshSpec:
+    """`8x1` is tensor=8, data=1; `tensor=4,data=2` names the axes (absent ones are 1)."""
+    sizes: dict[str, int] = {}
+    if short := re.fullmatch(r"(\d+)x(\d+)", text):
+        sizes = {"tensor": int(short[1]), "data": int(short[2])}
+    else:
+        for part in text.split(","):
+            named = re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", part)
+            if not named:
+                raise MeshError(f"--mesh {text!r} is neither TENSORxDATA (8x1) nor axis=size pairs (tensor=4,data=2)")
+            if named[1] not in AXES:
+                raise MeshError(f"--mesh {text!r}: unknown axis {named[1]!r}, known axes are {', '.join(AXES)}")
+            if named[1] in sizes:
+                raise MeshError(f"--mesh {text!r}: axis {named[1]!r} is given twice")
+            sizes[named[1]] = int(named[2])
+    if min(sizes.values()) < 1:
+        raise MeshError(f"--mesh {text!r}: every axis must be at least 1")
+    return MeshSpec(**sizes)
+
+
+def make_mesh(spec: MeshSpec, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+    """A mesh over the first devices. Raises MeshError when there are too few."""
+    devices = list(jax.devices() if devices is None else devices)
+    if spec.num_devices > len(devices):
+        hint = ""
+        if devices[0].platform == "cpu":
+            hint = f"; XLA_FLAGS=--xla_force_host_platform_device_count={spec.num_devices} simulates them on a CPU"
+        raise MeshError(
+            f"--mesh {spec} needs {spec.num_devices} devices, this process has {len(devices)} "
+            f"({devices[0].platform}); --mesh {len(devices)}x1 would fit{hint}"
+        )
+    grid = np.array(devices[: spec.num_devices]).reshape(spec.data, spec.tensor)
+    return jax.sharding.Mesh(grid, AXES)

@@ -1,0 +1,62 @@
+"""Runs a model directly, without an engine: dense page tables, one call a step."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from checkpoints.load import load_params
+from checkpoints.open import open_checkpoint
+from model.batch import StepBatch
+from model.config import ModelConfig
+from model.families.common import param_sources
+from model.families.registry import read_config
+from model.transformer import Transformer, abstract_model, param_axes, with_params
+from pallas_kernels.ragged_paged_attention.api import KVLayout, ragged_paged_attention
+from sharding.mesh import make_mesh, parse_mesh
+from sharding.rules import axis_rules
+
+
+def load(path: Path, mesh: str = "1x1", dtype=jnp.float32) -> Transformer:
+    checkpoint = open_checkpoint(path)
+    config = read_config(checkpoint.config)
+    rules = axis_rules(make_mesh(parse_mesh(mesh)), num_heads=config.num_heads, num_kv_heads=config.num_kv_heads)
+    model = abstract_model(config, rules, ragged_paged_attention, dtype)
+    axes = param_axes(model)
+    shapes = {path: shape for path, (shape, _) in axes.items()}
+    shardings = {path: rules.sharding(names, shape) for path, (shape, names) in axes.items()}
+    ignore = ("lm_head.weight",) if config.tie_embeddings else ()
+    assert checkpoint.source is not None
+    params = load_params(checkpoint.source, param_sources(config), shapes, shardings, dtype, ignore=ignore)
+    return with_params(model, params)
+
+
+def kv_pages(config: ModelConfig, num_pages: int = 64, page_size: int = 8, dtype=jnp.float32) -> jax.Array:
+    layout = KVLayout(num_layers=config.num_layers, num_pages=num_pages, page_size=page_size,
+                      num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=dtype)
+    return jnp.zeros(layout.shape, dtype)
+
+
+def batch(rows: Sequence[tuple[Sequence[int], int]], *, num_tokens: int, num_rows: int, row_pages: int = 8,
+          page_size: int = 8) -> StepBatch:
+    """rows: (new tokens, tokens already cached). Row s owns the pages 1 + s * row_pages ..."""
+    tokens, positions = np.zeros(num_tokens, np.int32), np.zeros(num_tokens, np.int32)
+    kv_lens, cu_q_lens = np.zeros(num_rows, np.int32), np.zeros(num_rows + 1, np.int32)
+    at = 0
+    for row, (new, start) in enumerate(rows):
+        tokens[at : at + len(new)], positions[at : at + len(new)] = new, start + np.arange(len(new))
+        at += len(new)
+        kv_lens[row], cu_q_lens[row + 1 :] = start + len(new), at
+    table = 1 + np.arange(num_rows * row_pages, dtype=np.int32).reshape(num_rows, row_pages)
+    decode = next((i for i, (new, _) in enumerate(rows) if len(new) > 1), len(rows))
+    return StepBatch(*map(jnp.asarray, (tokens, positions, table, kv_lens, cu_q_lens,
+                                        np.array([decode, decode, len(rows)], np.int32))))
+
+
+@nnx.jit(donate_argnums=1)
+def all_logits(model: Transformer, pages: jax.Array, step: StepBatch) -> tuple[jax.Array, jax.Array]:
+    hidden, pages = model(pages, step)
+    return model.logits(hidden), pages
