@@ -2,10 +2,11 @@
 
     python tests/goldens/make_smollm2.py SmolLM2-135M-Instruct.Q4_1.gguf
 
-`prompts`: prompt ids and the 64 ids that follow (end of sequence ignored), with the margin between the two best logits
-of each step. A prompt whose smallest margin is under 1e-3 is dropped: there, another order of summation may
-rightly choose the other token. `logprobs`: for a few of them, the chosen token's log-probability and the best five at
-each output position. `prompt_logprobs`: the same for the prompt's own tokens from the second one on.
+`prompts`: prompt ids (with the text and messages they come from, if any) and the 64 ids that follow, end of sequence
+ignored, with the margin between the two best logits of each step. A prompt whose smallest margin is under 1e-3 is
+dropped: there, another order of summation may rightly choose the other token. `logprobs`: for a few of them, the chosen
+token's log-probability and the best five at each output position. `prompt_logprobs`: the same for the prompt's own
+tokens from the second one on.
 """
 
 import json
@@ -63,17 +64,20 @@ CHAT = {
 RANDOM_LENGTHS = {"random-2": 2, "random-17": 17, "random-32": 32, "random-100": 100, "random-257": 257}
 
 
-def prompts(tokenizer) -> dict[str, list[int]]:
-    result = {name: tokenizer(text)["input_ids"] for name, text in RAW.items()}
-    result |= {name: tokenizer(STORY + text)["input_ids"] for name, text in SHARED.items()}
+def prompts(tokenizer) -> dict[str, dict]:
+    """Name to prompt_token_ids, with the text they come from and the messages that come before that."""
+    result = {name: {"text": text} for name, text in RAW.items()}
+    result |= {name: {"text": STORY + text} for name, text in SHARED.items()}
     for name, turns in CHAT.items():
         roles = ("user", "assistant")
         messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        result[name] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        result[name] = {"messages": messages, "text": text}
+    for prompt in result.values():
+        prompt["prompt_token_ids"] = tokenizer(prompt["text"], add_special_tokens=False)["input_ids"]
     generator = random.Random(0)
     for name, length in RANDOM_LENGTHS.items():
-        result[name] = [generator.randrange(100, 40000) for _ in range(length)]
+        result[name] = {"prompt_token_ids": [generator.randrange(100, 40000) for _ in range(length)]}
     return result
 
 
@@ -91,7 +95,8 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
     kept, dropped, logprobs, prompt_logprobs = [], {}, {}, {}
-    for name, ids in prompts(tokenizer).items():
+    for name, prompt in prompts(tokenizer).items():
+        ids = prompt["prompt_token_ids"]
         tensor = torch.tensor([ids])
         with torch.inference_mode():
             # Without eos ids nothing stops or suppresses it: min_new_tokens alone would forbid the eos token.
@@ -109,7 +114,7 @@ def main() -> None:
             dropped[name] = min(margins)
             continue
         assert len(new) == OUTPUT_LENGTH and steps.argmax(-1).tolist() == new, f"{name}: two passes disagree"
-        kept.append({"name": name, "prompt_token_ids": ids, "output_token_ids": new, "output_text": text,
+        kept.append({"name": name, **prompt, "output_token_ids": new, "output_text": text,
                      "margins": [round(margin, 4) for margin in margins]})
         table = torch.log_softmax(logits.double(), dim=-1)
         if name in ("capital", "chat-haiku", "random-32"):
