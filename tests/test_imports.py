@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "quant": (),
     "checkpoints": ("quant.*", "sharding.*"),
     "pallas_kernels": ("quant.*",),
-    "model": ("pallas_kernels.*.api", "quant.*", "sharding.*"),
+    "model": ("pallas_kernels.*.api", "quant.*", "sharding.*", "checkpoints.tensors"),  # a contract: plain data
     "serving.errors": (),
     "serving.request": (),
     "serving.config": CONTRACTS,

@@ -59,7 +59,7 @@ ensure_env() {
   echo "Installing the project${extra:+ with its $extra extra} into .venv (once; a minute or two)"
   if ! .venv/bin/python -m pip install --disable-pip-version-check -e ".${extra:+[$extra]}" 2>&1 |
       tee "$log" | show_progress; then
-    grep -m 1 '^ERROR' "$log" >&2 || true
+    grep '^ERROR' "$log" | tail -n 1 >&2 || true
     fail "the installation failed; all of its output is in $log"
   fi
   echo "$wanted" >"$stamp"
