@@ -1,7 +1,7 @@
 """Which KV pages are free.
 
 A page that is not free has exactly one owner: a sequence that is still filling it, or the radix tree once it is full
-and can be shared. How many sequences use a tree's page is counted by the locks of its node, so there is no count a page.
+and can be shared. How many sequences use a page of the tree is counted by its node's locks, not here page by page.
 """
 
 from collections.abc import Iterable

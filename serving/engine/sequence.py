@@ -1,0 +1,98 @@
+"""One sequence being generated: its tokens, its pages, and how far the device has come with it.
+
+    tokens   |<------------ num_tokens known ----------->|<- num_pending ->|     prompt, then outputs
+    KV       |<---------- num_computed ----------->|                             written by steps dispatched so far
+
+A pending token has been sampled by a step that is still in flight; its value is known on the device only. A decode row
+feeds the last token, known or pending, so num_computed is at most num_tokens + num_pending.
+"""
+
+from collections.abc import Hashable
+
+import numpy as np
+
+from serving.engine.sampling_state import SamplingState
+from serving.kv.cache import PageTable
+from serving.request import EngineRequest, FinishReason, Logprobs, TokenEvent
+
+
+class Sequence:
+    __slots__ = (
+        "arrival", "end", "finish_reason", "leader", "leader_pages", "max_len", "num_cached", "num_computed",
+        "num_pending", "num_tokens", "prompt_len", "prompt_logprobs", "prompt_targets_end", "queue_time", "rank",
+        "request", "sampling_state", "slot", "table", "told_first", "tokens",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        *,
+        arrival: int,
+        max_model_len: int,
+        page_size: int,
+        namespace: Hashable | None,
+        sampling_state: SamplingState | None,
+    ):
+        sampling = request.sampling
+        self.request = request
+        self.arrival = arrival  # order of arrival in this engine
+        self.rank: tuple[int, ...] = (arrival,)  # the policy's order among sequences, lower first
+        self.prompt_len = len(request.prompt_token_ids)
+        self.max_len = max_model_len
+        if sampling.max_tokens is not None:
+            self.max_len = min(max_model_len, self.prompt_len + sampling.max_tokens)
+        self.end = max(self.prompt_len, self.max_len - 1)  # positions to compute at most: the last token is not fed
+        self.tokens = np.empty(max(self.max_len, self.prompt_len), np.int32)
+        self.tokens[: self.prompt_len] = request.prompt_token_ids
+        self.num_tokens = self.prompt_len
+        self.num_pending = 0
+        self.num_computed = 0
+        self.table = PageTable(-(-self.end // page_size), namespace)
+        self.slot = -1  # -1: waiting
+        self.sampling_state = sampling_state
+        self.finish_reason: FinishReason | None = None
+        self.leader: Sequence | None = None  # is computing pages that this one waits for ...
+        self.leader_pages = 0  # ... until it has published this many
+        self.num_cached = -1  # prompt tokens found in the prefix cache at first; -1: never scheduled
+        self.queue_time = 0.0
+        self.told_first = False  # its first event is out
+        scores_prompt = sampling.prompt_logprobs is not None
+        unknown: list[Logprobs | None] = [None] * self.prompt_len
+        self.prompt_logprobs = unknown if scores_prompt else None
+        self.prompt_targets_end = 1 if scores_prompt else self.prompt_len  # those before have been asked for
+
+    @property
+    def total(self) -> int:
+        """Tokens including pending ones."""
+        return self.num_tokens + self.num_pending
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Some prompt token must still be computed for its log-probability, even if its K/V is cached."""
+        return self.prompt_targets_end < self.prompt_len
+
+    def next_prompt_targets(self, start: int, end: int) -> np.ndarray | None:
+        """The successors to score of the tokens start .. end - 1, if some have not been asked for; now they have."""
+        if self.prompt_targets_end > end:
+            return None
+        targets = self.tokens[start + 1 : min(end + 1, self.prompt_len)]
+        self.prompt_targets_end = start + 1 + len(targets)
+        return targets
+
+    def store_prompt_logprobs(self, start: int, logprobs: list[Logprobs]) -> None:
+        """Twice for a position (after a preemption) is harmless."""
+        assert self.prompt_logprobs is not None
+        for position, entry in enumerate(logprobs, start):
+            self.prompt_logprobs[position] = entry
+
+    def next_event(self) -> TokenEvent:
+        """An event without tokens yet; the first one carries what is told once."""
+        event = TokenEvent(request_id=self.request.request_id)
+        if not self.told_first:
+            self.told_first = True
+            event.num_cached_tokens, event.queue_time = self.num_cached, self.queue_time
+            event.prompt_logprobs = self.prompt_logprobs
+        return event
+
+    def output_token_ids(self) -> np.ndarray:
+        return self.tokens[self.prompt_len : self.num_tokens]

@@ -1,0 +1,66 @@
+"""The step being planned: rows are added to it one by one, then it becomes a `StepPlan`."""
+
+from dataclasses import dataclass
+
+from serving.engine.plan import RowPlan, SlotUpdate, StepPlan
+from serving.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A plan and the sequences of its rows, to be handed to `Scheduler.update` with the result."""
+
+    plan: StepPlan
+    sequences: list[Sequence]
+
+
+class StepBuilder:
+    """`budget` is what remains of the step's tokens. `prefilled`: sequences that got a chunk of their known tokens."""
+
+    def __init__(self, budget: int, page_size: int):
+        self.budget = budget
+        self.prefilled: list[Sequence] = []
+        self.slot_updates: list[SlotUpdate] = []
+        self._page_size = page_size
+        self._short: list[tuple[Sequence, RowPlan]] = []  # rows of one token come first in a plan
+        self._long: list[tuple[Sequence, RowPlan]] = []
+
+    def add_chunk(self, seq: Sequence, limit: int) -> None:
+        """Adds as many of the known tokens as the budget and `limit` (0: none) allow."""
+        num_tokens = min(seq.num_tokens - seq.num_computed, self.budget)
+        self.add(seq, min(num_tokens, limit) if limit else num_tokens)
+        self.prefilled.append(seq)
+
+    def add(self, seq: Sequence, num_tokens: int) -> None:
+        """Adds the next `num_tokens` tokens of `seq`, which has pages for them, and counts them as computed."""
+        start, total = seq.num_computed, seq.num_tokens + seq.num_pending
+        end = start + num_tokens
+        samples = end == total and total < seq.max_len
+        output_index = total - seq.prompt_len
+        if samples and seq.sampling_state is not None:
+            update = seq.sampling_state.update(seq, output_index)
+            if update is not None:
+                self.slot_updates.append(update)
+        row = RowPlan(
+            request_id=seq.request.request_id,
+            slot=seq.slot,
+            token_ids=None if end > seq.num_tokens else seq.tokens[start:end],
+            start=start,
+            num_tokens=num_tokens,
+            page_ids=seq.table.pages[: -(-end // self._page_size)],
+            sampling=seq.request.sampling,
+            samples=samples,
+            output_index=output_index,
+            prompt_targets=seq.next_prompt_targets(start, end) if seq.wants_prompt_logprobs else None,
+        )
+        (self._short if num_tokens == 1 else self._long).append((seq, row))
+        self.budget -= num_tokens
+        seq.num_computed = end
+        seq.num_pending += samples
+
+    def build(self) -> Step | None:
+        rows = self._short + self._long
+        if not rows:
+            return None
+        plan = StepPlan(rows=[row for _, row in rows], num_decode=len(self._short), slot_updates=self.slot_updates)
+        return Step(plan, [seq for seq, _ in rows])
