@@ -173,7 +173,7 @@ class Scheduler:
                 short_of_pages = True
                 if not self._preempt_for(seq):
                     break
-            builder.add(seq, 1)
+            builder.add_decode(seq)
         return prefills, short_of_pages
 
     def _preempt_for(self, seq: Sequence) -> bool:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from serving.engine.plan import RowPlan, SlotUpdate, StepPlan
 from serving.engine.sequence import Sequence
 
@@ -28,10 +30,15 @@ class StepBuilder:
     def add_chunk(self, seq: Sequence, limit: int) -> None:
         """Adds as many of the known tokens as the budget and `limit` (0: none) allow."""
         num_tokens = min(seq.num_tokens - seq.num_computed, self.budget)
-        self.add(seq, min(num_tokens, limit) if limit else num_tokens)
+        # A copy of the table: publishing may replace pages in it before the plan is dispatched.
+        self._add(seq, min(num_tokens, limit) if limit else num_tokens, seq.table.pages.copy())
         self.prefilled.append(seq)
 
-    def add(self, seq: Sequence, num_tokens: int) -> None:
+    def add_decode(self, seq: Sequence) -> None:
+        """Adds the one token of `seq`, known or pending, that is not computed yet."""
+        self._add(seq, 1, seq.table.pages)
+
+    def _add(self, seq: Sequence, num_tokens: int, pages: np.ndarray) -> None:
         """Adds the next `num_tokens` tokens of `seq`, which has pages for them, and counts them as computed."""
         start, total = seq.num_computed, seq.num_tokens + seq.num_pending
         end = start + num_tokens
@@ -47,7 +54,7 @@ class StepBuilder:
             token_ids=None if end > seq.num_tokens else seq.tokens[start:end],
             start=start,
             num_tokens=num_tokens,
-            page_ids=seq.table.pages[: -(-end // self._page_size)],
+            page_ids=pages[: -(-end // self._page_size)],
             sampling=seq.request.sampling,
             samples=samples,
             output_index=output_index,

@@ -1,0 +1,194 @@
+"""A runner without a model: sampled tokens are a function of (prompt, seed, output index), and every access that a real
+runner would make to the KV pages and to the slots' state is made on plain arrays and checked.
+
+A page table that is wrong, a page freed too early, a page read in the step that writes it, a lost or repeated token, a
+ban or a count that is missing: each fails here, in `dispatch`.
+"""
+
+import zlib
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from serving.engine.plan import RowPlan, SlotUpdate, StepPlan, StepResult
+from serving.engine.sampling_state import penalizes
+from serving.request import EngineRequest, Logprobs
+
+VOCAB = 32
+EOS = (1,)
+
+
+def raw_token(request: EngineRequest, output_index: int) -> int:
+    key = repr((request.prompt_token_ids, request.sampling.seed, output_index)).encode()
+    return zlib.crc32(key) % VOCAB
+
+
+def banned_tokens(request: EngineRequest, outputs: list[int]) -> set[int]:
+    """What the request forbids after `outputs`, straight from the meaning of its fields."""
+    sampling = request.sampling
+    banned = {word[-1] for word in request.bad_words_token_ids if (outputs + [-1])[-len(word) : -1] == list(word[:-1])}
+    if len(outputs) < sampling.min_tokens:
+        banned.update(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            banned.update(EOS)
+    return banned
+
+
+def choose(token: int, allowed, banned) -> int:
+    """The first token from `token` on, going round, that may be sampled."""
+    for candidate in range(token, token + VOCAB):
+        candidate %= VOCAB
+        if candidate not in banned and (allowed is None or candidate in allowed):
+            return candidate
+    raise AssertionError("every token is banned")
+
+
+def expected_outputs(request: EngineRequest, max_model_len: int) -> tuple[list[int], str, int | None]:
+    """The oracle: all output tokens, the finish reason and the stop token."""
+    sampling, outputs = request.sampling, []
+    limit = max_model_len - len(request.prompt_token_ids)
+    limit = min(limit, sampling.max_tokens) if sampling.max_tokens is not None else limit
+    while len(outputs) < limit:
+        token = choose(
+            raw_token(request, len(outputs)), sampling.allowed_token_ids, banned_tokens(request, outputs)
+        )
+        outputs.append(token)
+        if token in EOS and not sampling.ignore_eos:
+            return outputs, "stop", None
+        if token in sampling.stop_token_ids:
+            return outputs, "stop", token
+    return outputs, "length", None
+
+
+@dataclass
+class SlotState:
+    banned: frozenset[int] = frozenset()
+    allowed: frozenset[int] | None = None
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    prompt: tuple[int, ...] = ()
+    counts: Counter = field(default_factory=Counter)
+    last_token: int = -1
+
+
+class FakeRunner:
+    def __init__(
+        self,
+        *,
+        num_pages: int = 64,
+        page_size: int = 4,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 32,
+        max_model_len: int = 64,
+    ):
+        self.num_pages, self.page_size = num_pages, page_size
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.max_model_len, self.vocab_size = max_model_len, VOCAB
+        self.kv = np.full((num_pages, page_size), -1, np.int64)
+        self.slots = [SlotState() for _ in range(max_num_seqs)]
+        self.requests: dict[str, tuple[EngineRequest, list[int]]] = {}
+        self.tokens_computed = 0
+        self.steps = 0
+        self._dispatched = self._fetched = 0
+
+    def register(self, request: EngineRequest) -> None:
+        outputs = expected_outputs(request, self.max_model_len)[0]
+        self.requests[request.request_id] = (request, list(request.prompt_token_ids) + outputs)
+
+    def dispatch(self, plan: StepPlan) -> tuple[int, StepResult]:
+        assert self._dispatched - self._fetched <= 1, "more than one step in flight"
+        self._check_shape(plan)
+        for update in plan.slot_updates:
+            self._apply(update)
+        before, written = self.kv.copy(), {}
+        for row in plan.rows:
+            self._write(row, written)
+        for row in plan.rows:
+            self._check_reads(row, before, set(written))
+        tokens = [self._sample(row) if row.samples else -1 for row in plan.rows]
+        handle = self._dispatched
+        self._dispatched += 1
+        self.steps += 1
+        self.tokens_computed += plan.num_tokens
+        return handle, StepResult(
+            token_ids=tokens,
+            logprobs=[
+                Logprobs(token, -1.0, 1, [], []) if row.samples and row.sampling.logprobs is not None else None
+                for row, token in zip(plan.rows, tokens, strict=True)
+            ],
+            prompt_logprobs=[
+                None
+                if row.prompt_targets is None
+                else [Logprobs(int(t), -float(row.start + i + 1), 1, [], []) for i, t in enumerate(row.prompt_targets)]
+                for row in plan.rows
+            ],
+        )
+
+    def fetch(self, handle: object) -> StepResult:
+        assert isinstance(handle, tuple) and handle[0] == self._fetched, "fetched out of order"
+        self._fetched += 1
+        return handle[1]
+
+    def stats(self) -> dict[str, float]:
+        return {"compile_misses": 0, "pack_seconds": 0.0, "dispatch_seconds": 0.0, "padding_tokens": 0}
+
+    def _check_shape(self, plan: StepPlan) -> None:
+        assert 0 < plan.num_tokens <= self.max_num_batched_tokens, "the step is over its budget"
+        lengths = [row.num_tokens for row in plan.rows]
+        assert all(n == 1 for n in lengths[: plan.num_decode]) and all(n > 1 for n in lengths[plan.num_decode :])
+        slots = [row.slot for row in plan.rows]
+        assert len(set(slots)) == len(slots) and all(0 <= slot < self.max_num_seqs for slot in slots)
+
+    def _tokens(self, row: RowPlan) -> list[int]:
+        """What the row feeds, checked against the sequence's true tokens where it has them (a row after a stop token
+        that the host had not seen goes past them)."""
+        true = self.requests[row.request_id][1]
+        fed = [self.slots[row.slot].last_token] if row.token_ids is None else [int(t) for t in row.token_ids]
+        assert len(fed) == row.num_tokens
+        expected = true[row.start : row.start + row.num_tokens]
+        assert fed[: len(expected)] == expected, f"{row.request_id} feeds wrong tokens at {row.start}"
+        return fed
+
+    def _write(self, row: RowPlan, written: dict[tuple[int, int], str]) -> None:
+        assert len(row.page_ids) == -(-(row.start + row.num_tokens) // self.page_size)
+        assert len(set(row.page_ids.tolist())) == len(row.page_ids) and 0 not in row.page_ids
+        for position, token in enumerate(self._tokens(row), row.start):
+            where = int(row.page_ids[position // self.page_size]), position % self.page_size
+            assert where not in written, f"{row.request_id} and {written.get(where)} write the same place"
+            written[where] = row.request_id
+            self.kv[where] = token
+
+    def _check_reads(self, row: RowPlan, before: np.ndarray, written: set[tuple[int, int]]) -> None:
+        true = self.requests[row.request_id][1]
+        for position in range(min(row.start, len(true))):
+            where = int(row.page_ids[position // self.page_size]), position % self.page_size
+            assert where not in written, f"{row.request_id} reads what this very step writes"
+            assert before[where] == true[position], f"{row.request_id} reads a foreign token at {position}"
+
+    def _apply(self, update: SlotUpdate) -> None:
+        state = self.slots[update.slot]
+        state.banned = frozenset(update.banned_token_ids)
+        state.allowed = None if update.allowed_token_ids is None else frozenset(update.allowed_token_ids)
+        state.logit_bias = dict(update.logit_bias)
+        if update.reset_counts:
+            state.prompt = tuple(int(t) for t in update.prompt_token_ids)
+            state.counts = Counter(int(t) for t in update.output_token_ids)
+        else:
+            assert len(update.prompt_token_ids) == 0 and len(update.output_token_ids) == 0
+
+    def _sample(self, row: RowPlan) -> int:
+        request, true = self.requests[row.request_id]
+        state, outputs = self.slots[row.slot], true[len(request.prompt_token_ids) :]
+        index = row.output_index
+        assert index == row.start + row.num_tokens - len(request.prompt_token_ids)
+        assert row.sampling is request.sampling or row.sampling == request.sampling
+        if index < len(outputs):  # else the host will drop the token
+            assert state.banned == banned_tokens(request, outputs[:index]), f"{row.request_id}: wrong bans at {index}"
+            assert state.logit_bias == request.sampling.logit_bias
+            if penalizes(request):
+                assert state.prompt == tuple(request.prompt_token_ids)
+                assert state.counts == Counter(outputs[:index]), f"{row.request_id}: wrong counts at {index}"
+        token = choose(raw_token(request, index), state.allowed, state.banned)
+        state.counts[token] += 1
+        state.last_token = token
+        return token
