@@ -108,7 +108,8 @@ def validate(sampling: SamplingParams, limits: RequestLimits) -> None:
     _check_ids("logit_bias", s.logit_bias, limits.vocab_size)
     for token_id, bias in s.logit_bias.items():
         if not -100 <= bias <= 100:
-            raise InvalidRequest(f"logit_bias of token {token_id} is {bias}, must be between -100 and 100", "logit_bias")
+            raise InvalidRequest(f"logit_bias of token {token_id} is {bias}, must be between -100 and 100",
+                                 "logit_bias")
     if s.allowed_token_ids is not None:
         if not s.allowed_token_ids:
             raise InvalidRequest("allowed_token_ids is empty, must allow at least one token", "allowed_token_ids")
@@ -134,17 +135,15 @@ def fit_prompt(prompt_token_ids: list[int], sampling: SamplingParams, limits: Re
     if min(ids) < 0 or max(ids) >= limits.vocab_size:
         _check_ids("prompt", ids, limits.vocab_size)
     room = limits.max_model_len - len(ids)
+    why = f"the prompt has {len(ids)} tokens and the context length is {limits.max_model_len}"
     if room < 1:
-        raise InvalidRequest(f"prompt has {len(ids)} tokens, must leave room for 1 output token in the context length of "
-                             f"{limits.max_model_len}", "prompt")
+        raise InvalidRequest(f"the prompt must leave room for 1 output token: {why}", "prompt")
     if sampling.max_tokens is None:
         if sampling.min_tokens > room:
-            raise _refuse("min_tokens", sampling.min_tokens, f"at most {room}: the prompt has {len(ids)} tokens and the "
-                                                             f"context length is {limits.max_model_len}")
+            raise _refuse("min_tokens", sampling.min_tokens, f"at most {room}: {why}")
         return ids, room if default_max_tokens is None else min(room, max(default_max_tokens, sampling.min_tokens))
     if sampling.max_tokens > room:
-        raise _refuse("max_tokens", sampling.max_tokens, f"at most {room}: the prompt has {len(ids)} tokens and the "
-                                                         f"context length is {limits.max_model_len}")
+        raise _refuse("max_tokens", sampling.max_tokens, f"at most {room}: {why}")
     return ids, sampling.max_tokens
 
 

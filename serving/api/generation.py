@@ -244,8 +244,8 @@ async def generate(service: Service, requests: Sequence[EngineRequest],
     """
     service.check_admission()
     sizes = Counter(request.group_id for request in requests)
-    for request in {request.group_id: request for request in requests}.values():
-        service.metrics.request(sizes[request.group_id], request.sampling.max_tokens or 0, len(request.prompt_token_ids))
+    for one in {request.group_id: request for request in requests}.values():
+        service.metrics.request(sizes[one.group_id], one.sampling.max_tokens or 0, len(one.prompt_token_ids))
     streams = [_run_sequence(service, request, i, interval) for i, request in enumerate(requests)]
     service.lifecycle.live += 1
     try:

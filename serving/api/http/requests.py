@@ -213,8 +213,9 @@ class ChatCompletionRequest(ChatPrompt, SamplingFields):
     @model_validator(mode="after")
     def _consistent(self) -> "ChatCompletionRequest":
         if self.top_logprobs and not self.logprobs:
-            raise PydanticCustomError("cross_field", "top_logprobs needs logprobs to be true", {"param": "top_logprobs"})
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise PydanticCustomError("cross_field", "top_logprobs needs logprobs to be true",
+                                      {"param": "top_logprobs"})
+        if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
             raise PydanticCustomError("cross_field", "max_tokens and max_completion_tokens differ, give only one",
                                       {"param": "max_completion_tokens"})
         return self
