@@ -156,7 +156,8 @@ async def serve_apis(service: Service, ports: Ports, on_ready: Callable[[], None
             death.cancel()
             if died:
                 service.lifecycle.draining = True
-                await service.engine.shutdown(0.0)
+                with contextlib.suppress(TimeoutError):  # nobody may be left who could answer
+                    await asyncio.wait_for(service.engine.shutdown(0.0), LAST_ANSWERS_SECONDS)
             else:
                 await _drain(service, hurry)
         finally:

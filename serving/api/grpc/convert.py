@@ -65,9 +65,7 @@ def _top(entry: Logprobs | None) -> pb.TopLogProbs:
     return pb.TopLogProbs(values=entry.top_logprobs, token_ids=entry.top_ids)
 
 
-def output_logprobs(entries: Sequence[Logprobs]) -> pb.OutputLogProbs | None:
-    if not entries:
-        return None
+def output_logprobs(entries: Sequence[Logprobs]) -> pb.OutputLogProbs:
     return pb.OutputLogProbs(
         token_logprobs=[entry.logprob for entry in entries],
         token_ids=[entry.token_id for entry in entries],

@@ -53,9 +53,8 @@ async def responses(service: Service, requests: Sequence[EngineRequest],
             completion_tokens=len(output.ids), cached_tokens=delta.num_cached_tokens, index=delta.sequence,
         )  # fmt: skip
         if not stream:
-            message.output_logprobs.MergeFrom(output_logprobs(output.logprobs) or pb.OutputLogProbs())
-            if not output.logprobs:
-                message.ClearField("output_logprobs")
+            if output.logprobs:
+                message.output_logprobs.CopyFrom(output_logprobs(output.logprobs))
             if prompt is not None:
                 message.input_logprobs.CopyFrom(prompt)
         if isinstance(delta.stop_reason, str):
@@ -68,8 +67,8 @@ async def responses(service: Service, requests: Sequence[EngineRequest],
               news: pb.InputLogProbs | None) -> pb.GenerateResponse:
         return pb.GenerateResponse(chunk=pb.GenerateStreamChunk(
             token_ids=ids, prompt_tokens=prompt_tokens, completion_tokens=len(ids),
-            cached_tokens=delta.num_cached_tokens, output_logprobs=output_logprobs(logprobs), input_logprobs=news,
-            index=delta.sequence,
+            cached_tokens=delta.num_cached_tokens, index=delta.sequence, input_logprobs=news,
+            output_logprobs=output_logprobs(logprobs) if logprobs else None,
         ))  # fmt: skip
 
     async with aclosing(generate(service, requests, service.config.stream_interval if stream else None)) as deltas:

@@ -6,17 +6,17 @@ import io
 import time
 import zipfile
 from collections import defaultdict
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from datetime import UTC, datetime
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import grpc
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from serving.api.grpc.generate import prepare, responses
-from serving.api.http.auth import check_authorization
+from serving.api.keys import admin_keys, check_authorization
 from serving.api.service import Service
 from serving.errors import EngineDead, InvalidRequest, PageloomError
 
@@ -42,8 +42,13 @@ class Throughput:
         return rate
 
 
+async def _unimplemented(self: object, request: Any, context: grpc.aio.ServicerContext) -> NoReturn:
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"not served by this version: {type(request).__name__}")
+    raise AssertionError("abort returned")
+
+
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
-    """Embed, StartProfile, StopProfile and SubscribeKvEvents answer UNIMPLEMENTED, as the base class does."""
+    Embed = StartProfile = StopProfile = SubscribeKvEvents = _unimplemented
 
     def __init__(self, service: Service):
         self._service = service
@@ -51,10 +56,10 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._throughput = Throughput()
         self._last_receive = 0.0
 
-    async def _authorize(self, context: grpc.aio.ServicerContext) -> None:
+    async def _authorize(self, context: grpc.aio.ServicerContext, keys: Sequence[str] | None = None) -> None:
         metadata = dict(context.invocation_metadata() or ())
         try:
-            check_authorization(str(metadata.get("authorization", "")), self._service.config.api_keys)
+            check_authorization(str(metadata.get("authorization", "")), keys or self._service.config.api_keys)
         except PageloomError as error:
             await _fail(context, error)
 
@@ -159,7 +164,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def FlushCache(self, request: common_pb2.FlushCacheRequest,
                          context: grpc.aio.ServicerContext) -> common_pb2.FlushCacheResponse:
         """Drops the cached pages; with `timeout_s` waits that long for the live requests to end first."""
-        await self._authorize(context)
+        await self._authorize(context, admin_keys(self._service.config))
         deadline = time.monotonic() + request.timeout_s
         while self._service.lifecycle.live and time.monotonic() < deadline:
             await asyncio.sleep(FLUSH_POLL_SECONDS)

@@ -16,8 +16,6 @@ from serving.api.http.body import read_body
 from serving.api.http.logprobs import chat_logprobs, prompt_logprobs
 from serving.api.http.requests import ChatCompletionRequest, ChatPrompt
 from serving.api.http.responses import (
-    CLIENT_CLOSED_REQUEST,
-    SSE_DONE,
     ChatAnswer,
     ChatChoice,
     ChatChunk,
@@ -26,11 +24,15 @@ from serving.api.http.responses import (
     ChatLogprobs,
     ChatResponse,
     Usage,
+    usage,
+)
+from serving.api.http.sending import (
+    CLIENT_CLOSED_REQUEST,
+    SSE_DONE,
     event_stream,
     json_response,
     sse,
     unless_disconnected,
-    usage,
 )
 from serving.api.service import Service
 from serving.errors import InvalidRequest

@@ -15,16 +15,18 @@ from serving.api.http.body import read_body
 from serving.api.http.logprobs import completion_logprobs, prompt_logprobs
 from serving.api.http.requests import CompletionRequest
 from serving.api.http.responses import (
-    CLIENT_CLOSED_REQUEST,
-    SSE_DONE,
     CompletionChoice,
     CompletionResponse,
     Usage,
+    usage,
+)
+from serving.api.http.sending import (
+    CLIENT_CLOSED_REQUEST,
+    SSE_DONE,
     event_stream,
     json_response,
     sse,
     unless_disconnected,
-    usage,
 )
 from serving.api.service import Service
 from serving.request import EngineRequest

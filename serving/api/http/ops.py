@@ -18,8 +18,8 @@ from serving.api.http.responses import (
     ModelList,
     TokenizeResponse,
     VersionResponse,
-    json_response,
 )
+from serving.api.http.sending import json_response
 from serving.api.service import Service
 from serving.errors import InvalidRequest
 
