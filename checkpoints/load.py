@@ -80,7 +80,7 @@ def check_shapes(source: TensorSource, target: ParamSource, shape: tuple[int, ..
 
 def _load_param(source: TensorSource, target: ParamSource, shape: tuple[int, ...],
                 sharding: jax.sharding.Sharding, dtype: np.dtype) -> jax.Array:  # fmt: skip
-    devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    devices: dict[tuple[tuple[int, int], ...], list] = {}  # the distinct shards, and who holds each
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         index = index or (slice(None),) * len(shape)
         bounds = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))

@@ -52,9 +52,7 @@ def restore_params(
         except (OSError, ValueError, KeyError, AttributeError) as error:
             raise CheckpointError(f"{location}: not a whole Orbax checkpoint ({error}); convert it again") from error
         _check(str(location), {path: tuple(meta.shape) for path, meta in stored.items()}, shapes)
-        wanted = {
-            path: jax.ShapeDtypeStruct(shape, dtype, sharding=shardings[path]) for path, shape in shapes.items()
-        }
+        wanted = {path: jax.ShapeDtypeStruct(shape, dtype, sharding=shardings[path]) for path, shape in shapes.items()}
         try:
             return _flat(checkpointer.restore(location, _nested(wanted)))
         except (OSError, ValueError) as error:

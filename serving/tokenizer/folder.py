@@ -52,7 +52,8 @@ def _from_sentencepiece(
             raise ConfigError(f"{folder}: added token {content!r} has id {i}, but {backend.token_to_id(content)} is "
                               "the next free one; save the tokenizer as tokenizer.json")  # fmt: skip
     pieces = {"bos_token": bos_id, "eos_token": eos_id, "unk_token": vocabulary.unknown_id}
-    special = {role: vocabulary.pieces[i] for role, i in pieces.items() if i is not None} | special
+    own = {role: str(vocabulary.pieces[i]) for role, i in pieces.items() if i is not None}
+    special = own | special
     ends = {role: backend.token_to_id(special[role]) if role in special else None for role in pieces}
     add_ends(backend, ends["bos_token"] if config.get("add_bos_token", True) else None,
              ends["eos_token"] if config.get("add_eos_token", False) else None)  # fmt: skip
@@ -70,7 +71,7 @@ def _eos_ids(folder: Path, backend: Tokenizer, special: dict[str, str]) -> list[
 
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     file = folder / "chat_template.jinja"
-    given = file.read_text(encoding="utf-8") if file.exists() else config.get("chat_template") or {}
+    given: Any = file.read_text(encoding="utf-8") if file.exists() else config.get("chat_template")
     if isinstance(given, list):  # several named ones
         return {entry["name"]: entry["template"] for entry in given}
     return {"default": given} if given else {}

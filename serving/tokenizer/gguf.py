@@ -7,7 +7,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from quant.gguf_file import GGUFFile
 from serving.errors import ConfigError
-from serving.tokenizer.sentencepiece import Vocabulary, add_ends, add_marked_tokens, build
+from serving.tokenizer.sentencepiece import Vocabulary, add_ends, add_marked_tokens, build, merge_pairs
 from serving.tokenizer.tokenizer import Tokenizer as ModelTokenizer
 
 # How text is cut before byte-level BPE, by `tokenizer.ggml.pre`. The regular expressions are those of the models' own
@@ -75,9 +75,9 @@ def from_metadata(metadata: dict[str, Any]) -> ModelTokenizer:
 
 
 def _byte_level(tokens: list[str], types: list[int] | None, merges: list[str], pre: str) -> Tokenizer:
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     vocab = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=pre in WHOLE_WORDS_FIRST))
+    model = models.BPE(vocab=vocab, merges=merge_pairs(merges), ignore_merges=pre in WHOLE_WORDS_FIRST)
+    tokenizer = Tokenizer(model)
     if pre in SPLITS:
         cut = pre_tokenizers.Split(Regex(SPLITS[pre]), behavior="isolated")
         steps = [cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from google.protobuf.message import DecodeError
+from sentencepiece import sentencepiece_model_pb2
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
 
 from serving.errors import ConfigError
@@ -32,10 +34,7 @@ class Vocabulary:
 
 def read_model(path: Path) -> tuple[Vocabulary, int | None, int | None]:
     """A `tokenizer.model` file: its vocabulary, BOS id and EOS id. Raises ConfigError."""
-    from google.protobuf.message import DecodeError
-    from sentencepiece import sentencepiece_model_pb2 as protobuf
-
-    model = protobuf.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
+    model = sentencepiece_model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
     try:
         model.ParseFromString(path.read_bytes())
     except (OSError, DecodeError) as error:
@@ -54,7 +53,8 @@ def read_model(path: Path) -> tuple[Vocabulary, int | None, int | None]:
         collapse_spaces=normalizer.remove_extra_whitespaces,
         charsmap=normalizer.precompiled_charsmap,
     )
-    return vocabulary, *(i if i >= 0 else None for i in (trainer.bos_id, trainer.eos_id))
+    bos_id, eos_id = (i if i >= 0 else None for i in (trainer.bos_id, trainer.eos_id))
+    return vocabulary, bos_id, eos_id
 
 
 def build(vocabulary: Vocabulary) -> Tokenizer:
@@ -63,7 +63,7 @@ def build(vocabulary: Vocabulary) -> Tokenizer:
     unknown = v.pieces[v.unknown_id]
     if v.kind == "bpe":
         ids = {piece: i for i, piece in enumerate(v.pieces)}
-        merges = [tuple(m.split(" ", 1)) for m in v.merges] if v.merges is not None else _merges(v, ids)
+        merges = _merges(v, ids) if v.merges is None else merge_pairs(v.merges)
         model = models.BPE(vocab=ids, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=byte_fallback)
     else:
         model = models.Unigram(list(zip(v.pieces, v.scores, strict=True)), v.unknown_id, byte_fallback)
@@ -85,10 +85,16 @@ def add_marked_tokens(tokenizer: Tokenizer, pieces: Sequence[str], types: Sequen
 
 def add_ends(tokenizer: Tokenizer, bos_id: int | None, eos_id: int | None) -> None:
     """Puts BOS before and EOS after a text that is encoded with special tokens; None: not."""
-    before, after = ([] if i is None else [(tokenizer.id_to_token(i), i)] for i in (bos_id, eos_id))
+    before, after = ([] if i is None else [(str(tokenizer.id_to_token(i)), i)] for i in (bos_id, eos_id))
     if before or after:
         template = " ".join([*(t for t, _ in before), "$A", *(t for t, _ in after)])
         tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=[*before, *after])
+
+
+def merge_pairs(merges: Sequence[str]) -> list[tuple[str, str]]:
+    """`left right` -> (left, right)"""
+    pairs = (merge.partition(" ") for merge in merges)
+    return [(left, right) for left, _, right in pairs]
 
 
 def _normalizers(v: Vocabulary) -> list[normalizers.Normalizer]:
@@ -96,7 +102,7 @@ def _normalizers(v: Vocabulary) -> list[normalizers.Normalizer]:
     if v.charsmap:
         steps.append(normalizers.Precompiled(v.charsmap))
     if v.collapse_spaces:
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     if v.add_prefix_space:
         steps.append(normalizers.Prepend("▁"))
     return [*steps, normalizers.Replace(" ", "▁")]

@@ -44,8 +44,8 @@ def sentencepiece(token: str) -> bytes:
 def speller(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], bool]:
     """The rule for this tokenizer, and whether decoding drops one space at the start of a text.
     Raises ConfigError for a decoder of another kind."""
-    decoder = json.loads(backend.to_str())["decoder"] or {"type": "none"}
-    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    decoder: dict = json.loads(backend.to_str())["decoder"] or {"type": "none"}
+    steps: list[dict] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
         return byte_level, False
