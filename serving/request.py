@@ -101,7 +101,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     iteration_tokens: int = 0  # real tokens of this step
 
 
-class StepOutput(msgspec.Struct, kw_only=True):
+class StepOutput(msgspec.Struct, kw_only=True, tag=True):
     """The one message of a step to a front end."""
 
     events: list[TokenEvent]

@@ -50,9 +50,7 @@ def expected_outputs(request: EngineRequest, max_model_len: int) -> tuple[list[i
     limit = max_model_len - len(request.prompt_token_ids)
     limit = min(limit, sampling.max_tokens) if sampling.max_tokens is not None else limit
     while len(outputs) < limit:
-        token = choose(
-            raw_token(request, len(outputs)), sampling.allowed_token_ids, banned_tokens(request, outputs)
-        )
+        token = choose(raw_token(request, len(outputs)), sampling.allowed_token_ids, banned_tokens(request, outputs))
         outputs.append(token)
         if token in EOS and not sampling.ignore_eos:
             return outputs, "stop", None

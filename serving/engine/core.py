@@ -1,0 +1,165 @@
+"""The engine core: one thread that keeps the device busy.
+
+    drain commands -> schedule step n+1 -> dispatch it -> fetch step n -> update -> one message to each front end
+
+Step n+1 is dispatched before the results of step n are read, so that the device never waits for the host. Without work
+the core blocks on its inbox. An error of the runner is final: what the device holds is unknown afterwards. All requests
+end with finish_reason "error", and `run` raises.
+"""
+
+import math
+import time
+from typing import Protocol
+
+from serving.engine.messages import (
+    Abort,
+    Add,
+    CacheFlushed,
+    Command,
+    FlushCache,
+    Goodbye,
+    Hello,
+    Ready,
+    Refused,
+    Reply,
+    Shutdown,
+)
+from serving.engine.plan import Runner, StepResult
+from serving.engine.scheduler import Scheduler
+from serving.engine.step import Step
+from serving.errors import EngineDead, PageloomError
+from serving.request import EngineInfo, EngineStats, StepOutput, TokenEvent
+
+ClientId = bytes
+
+
+class Port(Protocol):
+    """The core's end of the line to its front ends."""
+
+    def receive(self, timeout: float) -> list[tuple[ClientId, Command]]:
+        """All commands that have arrived. If none has, waits for one, at most `timeout` seconds (may be infinite)."""
+        ...
+
+    def send(self, client: ClientId, reply: Reply) -> bool:
+        """Never blocks. False: the client is gone."""
+        ...
+
+
+class EngineCore:
+    def __init__(
+        self, runner: Runner, scheduler: Scheduler, info: EngineInfo, port: Port, *, check_integrity: bool = False
+    ):
+        self._runner = runner
+        self._scheduler = scheduler
+        self._info = info
+        self._port = port
+        self._check_integrity = check_integrity
+        self._owners: dict[str, ClientId] = {}  # of live requests
+        self._clients: set[ClientId] = set()
+        self._in_flight: tuple[Step, object] | None = None
+        self._stop_at: float | None = None  # set: no more requests are accepted, and live ones end by then
+
+    def run(self) -> None:
+        """Serves until `Shutdown`. Raises whatever the runner raised."""
+        try:
+            while not self._is_over():
+                self._serve_commands()
+                self._step()
+        except Exception as error:  # of any kind: the requests must hear of it, and it goes on up
+            self._publish(self._scheduler.abort_all("error", f"the engine failed: {error!r}"))
+            raise
+
+    def _is_over(self) -> bool:
+        if self._stop_at is None:
+            return False
+        if self._scheduler.has_work and time.monotonic() >= self._stop_at:
+            self._publish(self._scheduler.abort_all("abort"))
+        return not self._scheduler.has_work
+
+    def _step(self) -> None:
+        clock, seconds = time.perf_counter, self._scheduler.stats.step_seconds
+        started = clock()
+        step = self._scheduler.schedule()
+        seconds["schedule"] = seconds.get("schedule", 0.0) + clock() - started
+        before, self._in_flight = self._in_flight, None
+        if step is not None:
+            self._in_flight = step, self._runner.dispatch(step.plan)
+        elif before is None and self._scheduler.has_work:
+            raise RuntimeError("requests are live, but none can run and none is running")
+        if before is not None:
+            result = self._runner.fetch(before[1])
+            started = clock()
+            events = self._scheduler.update(before[0], result)
+            seconds["schedule"] += clock() - started
+            self._count(before[0], result)
+            self._publish(events)
+        if self._check_integrity:
+            self._scheduler.check_integrity()
+
+    def _count(self, step: Step, result: StepResult) -> None:
+        stats, runner = self._scheduler.stats, self._runner.stats()
+        stats.steps += 1
+        stats.iteration_tokens = step.plan.num_tokens
+        stats.batch_tokens += stats.iteration_tokens
+        stats.batch_padding = int(runner["padding_tokens"])
+        stats.compile_misses = int(runner["compile_misses"])
+        seconds = stats.step_seconds
+        seconds["pack"], seconds["dispatch"] = runner["pack_seconds"], runner["dispatch_seconds"]
+        seconds["device"] = seconds.get("device", 0.0) + result.device_seconds
+        seconds["fetch"] = seconds.get("fetch", 0.0) + result.fetch_seconds
+
+    def _publish(self, events: list[TokenEvent]) -> None:
+        """Sends each front end its events. All get the newest books, and one that is gone is noticed."""
+        by_client: dict[ClientId, list[TokenEvent]] = {client: [] for client in self._clients}
+        for event in events:
+            owner = self._owners.get(event.request_id)
+            if event.finish_reason is not None:
+                self._owners.pop(event.request_id, None)
+            if owner in by_client:
+                by_client[owner].append(event)
+        stats = self._stats()
+        for client, its_events in by_client.items():
+            if not self._port.send(client, StepOutput(events=its_events, stats=stats)):
+                self._detach(client)
+
+    def _stats(self) -> EngineStats:
+        """A copy, for the scheduler keeps writing in its own."""
+        stats = self._scheduler.snapshot()
+        return EngineStats(**{name: getattr(stats, name) for name in stats.__struct_fields__})
+
+    def _serve_commands(self) -> None:
+        idle = self._in_flight is None and not self._scheduler.has_work
+        timeout = math.inf if idle and self._stop_at is None else 0.0
+        for client, command in self._port.receive(timeout):
+            self._serve(client, command)
+
+    def _serve(self, client: ClientId, command: Command) -> None:
+        match command:
+            case Hello():
+                self._clients.add(client)
+                self._port.send(client, Ready(self._info))
+            case Add(request):
+                try:
+                    if self._stop_at is not None:
+                        raise EngineDead("the engine is shutting down")
+                    self._scheduler.add(request)
+                    self._owners[request.request_id] = client
+                except PageloomError as error:
+                    self._port.send(client, Refused.of(request.request_id, error))
+            case Abort(request_id):
+                if self._owners.get(request_id) == client:
+                    self._abort([request_id])
+            case FlushCache():
+                self._port.send(client, CacheFlushed(self._scheduler.kv.flush()))
+            case Goodbye():
+                self._detach(client)
+            case Shutdown(grace_seconds):
+                self._stop_at = time.monotonic() + grace_seconds
+
+    def _abort(self, request_ids: list[str]) -> None:
+        events = [self._scheduler.abort(request_id) for request_id in request_ids]
+        self._publish([event for event in events if event is not None])
+
+    def _detach(self, client: ClientId) -> None:
+        self._clients.discard(client)
+        self._abort([request_id for request_id, owner in self._owners.items() if owner == client])
