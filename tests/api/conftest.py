@@ -1,17 +1,25 @@
+import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
 
 from serving.api.http.app import create_app
+from serving.api.server import Ports, bind_ports, serve_apis
 from serving.api.service import Service
 from serving.tokenizer.tokenizer import Tokenizer
 from tests.api.fakes import FakeEngine, byte_tokenizer, make_service
 
 Serve = Callable[..., Service]
-Client = Callable[[Service], AbstractAsyncContextManager[httpx.AsyncClient]]
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
 
 
 @pytest.fixture(scope="session")
@@ -36,3 +44,22 @@ async def client_of(service: Service) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(create_app(service), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield client
+
+
+@asynccontextmanager
+async def listening(service: Service) -> AsyncIterator[Ports]:
+    """The whole service on real sockets of this process."""
+    ports, ready = bind_ports(service.config), asyncio.Event()
+    serving = asyncio.ensure_future(serve_apis(service, ports, ready.set))
+    try:
+        await asyncio.wait_for(ready.wait(), 10)
+        yield ports
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(serving, 10)
+
+
+async def until(condition: Callable[[], bool], seconds: float = 5) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
