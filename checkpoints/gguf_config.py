@@ -79,44 +79,56 @@ def _short(value: Any) -> Any:
 
 
 def _rope_scaling(file: GGUFFile, location: str, get: Any, has: Any, config: dict, head_dim: int) -> dict | None:
-    kind = get("rope.scaling.type", "none")
     if ROPE_FACTORS in file.tensors:
-        return _llama3_scaling(file, location, config["rope_theta"], head_dim)
+        stored = decode(file.rows(ROPE_FACTORS), file.tensors[ROPE_FACTORS].type_id)
+        return llama3_rule(stored, config["rope_theta"], head_dim, location)
+    kind = get("rope.scaling.type", "none")
     if kind == "none":
         return None
     if kind not in ("linear", "yarn"):
         raise CheckpointError(f"{location}: rope scaling {kind!r} is not supported (supported: none, linear, yarn)")
     scaling = {"rope_type": kind, "factor": get("rope.scaling.factor")}
-    if has("rope.scaling.original_context_length"):
+    if kind == "yarn" and has("rope.scaling.original_context_length"):
         scaling["original_max_position_embeddings"] = get("rope.scaling.original_context_length")
     return scaling
 
 
-def _llama3_scaling(file: GGUFFile, location: str, theta: float, head_dim: int) -> dict:
-    """Llama 3.1 stores the result of its scaling rule, not the rule. The rule's constants are the same in every
-    published model but the factor, which is the largest divisor; the stored table confirms the guess."""
-    stored = decode(file.rows(ROPE_FACTORS), file.tensors[ROPE_FACTORS].type_id)
+def llama3_rule(divisors: np.ndarray, theta: float, head_dim: int, location: str) -> dict:
+    """Llama 3.1's scaling rule from the table it makes: a GGUF stores what each RoPE frequency is divided by, [H/2],
+    not the rule. The factor is the largest divisor; the original context follows from a divisor between 1 and the
+    factor, given the rule's other two constants, which all published models share. Raises CheckpointError if the rule
+    found does not give the table again."""
+    factor = float(divisors.max())
     rule = {
         "rope_type": "llama3",
-        "factor": float(stored.max()),
+        "factor": factor,
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
+    blend = (1 / divisors - 1 / factor) / (1 - 1 / factor) if factor > 1 else np.zeros_like(divisors)
+    between = (blend > 1e-3) & (blend < 1 - 1e-3)
+    if divisors.shape == (head_dim // 2,) and between.any():
+        turns = rule["low_freq_factor"] + blend * (rule["high_freq_factor"] - rule["low_freq_factor"])
+        original = np.median((turns * _wavelengths(theta, head_dim))[between])
+        rule["original_max_position_embeddings"] = round(float(original))
     expected = llama3_divisors(rule, theta, head_dim)
-    if stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-4):
+    if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-4):
         raise CheckpointError(
-            f"{location}: {ROPE_FACTORS} does not follow Llama 3.1's rule with factor {rule['factor']:g} over 8192 "
-            "positions; use the model's safetensors"
+            f"{location}: {ROPE_FACTORS} does not follow Llama 3.1's scaling rule; use the model's safetensors"
         )
     return rule
 
 
 def llama3_divisors(rule: dict, theta: float, head_dim: int) -> np.ndarray:
-    """What each RoPE frequency is divided by, [H/2]: 1 for short wavelengths, the factor for long ones, a blend
-    between them. Source: transformers `modeling_rope_utils.py`, `_compute_llama3_parameters`."""
-    wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    turns = rule["original_max_position_embeddings"] / wavelength
+    """The table, [H/2]: 1 for short wavelengths, the factor for long ones, a blend between them.
+    Source: transformers `modeling_rope_utils.py`, `_compute_llama3_parameters`."""
+    turns = rule["original_max_position_embeddings"] / _wavelengths(theta, head_dim)
     low, high, factor = rule["low_freq_factor"], rule["high_freq_factor"], rule["factor"]
     blend = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return 1 / ((1 - blend) / factor + blend)
+
+
+def _wavelengths(theta: float, head_dim: int) -> np.ndarray:
+    """Positions in a full turn of each frequency, [H/2]."""
+    return 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)

@@ -48,15 +48,18 @@ def restore_params(
     location = (folder.expanduser() / PARAMS).absolute()
     with ocp.StandardCheckpointer() as checkpointer:
         try:
-            stored = _flat(checkpointer.metadata(location).item_metadata.tree)
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{location}: not a whole Orbax checkpoint ({error}); convert it again") from error
+            metadata = checkpointer.metadata(location).item_metadata
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{location}: not an Orbax checkpoint ({error}); convert the model again") from error
+        if metadata is None:  # Orbax logs why
+            raise CheckpointError(f"{location}: not a whole Orbax checkpoint; convert the model again")
+        stored = _flat(metadata.tree)
         _check(str(location), {path: tuple(meta.shape) for path, meta in stored.items()}, shapes)
         wanted = {path: jax.ShapeDtypeStruct(shape, dtype, sharding=shardings[path]) for path, shape in shapes.items()}
         try:
             return _flat(checkpointer.restore(location, _nested(wanted)))
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{location}: cannot be restored ({error}); convert it again") from error
+            raise CheckpointError(f"{location}: cannot be restored ({error}); convert the model again") from error
 
 
 def _check(

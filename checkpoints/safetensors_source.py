@@ -112,7 +112,7 @@ def _files(folder: Path) -> list[Path]:
         return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
     try:
         files = sorted({folder / file for file in json.loads(index.read_text())["weight_map"].values()})
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index}: not a safetensors index ({error!r})") from error
     missing = [file.name for file in files if not file.exists()]
     if missing:
