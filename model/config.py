@@ -52,6 +52,7 @@ class ModelConfig:
     tie_embeddings: bool
     qkv_bias: bool = False
     o_bias: bool = False
+    mlp_bias: bool = False
     qk_norm: bool = False  # RMS norm over each query and key head (Qwen3)
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()

@@ -95,10 +95,18 @@ class MLP(nnx.Module):
         self.gate = param((D, F), ("embed", "mlp"), rngs=rngs, dtype=dtype)
         self.up = param((D, F), ("embed", "mlp"), rngs=rngs, dtype=dtype)
         self.down = param((F, D), ("mlp", "embed"), rngs=rngs, dtype=dtype)
+        self.has_bias = config.mlp_bias
+        if self.has_bias:
+            self.gate_bias = param((F,), ("mlp",), rngs=rngs, dtype=dtype)
+            self.up_bias = param((F,), ("mlp",), rngs=rngs, dtype=dtype)
+            self.down_bias = param((D,), ("embed",), rngs=rngs, dtype=dtype)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         gate, up = project("td,df->tf", x, self.gate), project("td,df->tf", x, self.up)
-        return project("tf,fd->td", jax.nn.silu(gate) * up, self.down)
+        if self.has_bias:
+            gate, up = gate + self.gate_bias[...], up + self.up_bias[...]
+        out = project("tf,fd->td", jax.nn.silu(gate) * up, self.down)
+        return out + self.down_bias[...] if self.has_bias else out
 
 
 class DecoderLayer(nnx.Module):

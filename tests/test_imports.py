@@ -28,18 +28,20 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "serving.config": CONTRACTS,
     "serving.engine": (*CONTRACTS, "serving.kv.*"),
     "serving.kv": (*CONTRACTS, "serving.engine.*"),
-    "serving.runner": (*CONTRACTS, "serving.engine.plan", "model.*", "quant.*", "sharding.*", "checkpoints.*"),
+    "serving.runner": (*CONTRACTS, "serving.engine.plan", "model.*", "pallas_kernels.*.api", "quant.*", "sharding.*",
+                       "checkpoints.*"),
     "serving.tokenizer": (*CONTRACTS, "quant.*", "checkpoints.*"),
     "serving.validation": CONTRACTS,
     "serving.metrics": CONTRACTS,
     "serving.api": (*CONTRACTS, *ENGINE_CLIENT_SIDE, "serving.tokenizer.*", "serving.validation", "serving.metrics"),
-    "serving.build": ("serving.*", "model.*", "quant.*", "sharding.*", "checkpoints.*"),
-    "serving.llm": ("serving.*",),
-    "serve": ("serving.config", "serving.build", "serving.errors"),
+    "serving.flags": CONTRACTS,
+    "serving.build": ("serving.*", "model.*", "pallas_kernels.*.api", "quant.*", "sharding.*", "checkpoints.*"),
+    "serving.llm": ("serving.*", "checkpoints.default_model"),
+    "serve": ("serving.*", "checkpoints.default_model", "checkpoints.errors"),  # and no jax: that is the core's
 }
 # Front ends and the scheduler start fast and stay light: jax is not loaded there, not even through others.
 WITHOUT_JAX = ("serving.engine", "serving.kv", "serving.api", "serving.tokenizer", "serving.validation",
-               "serving.metrics", *CONTRACTS)
+               "serving.metrics", "serving.flags", "serve", *CONTRACTS)
 
 
 def module_name(path: Path) -> str:

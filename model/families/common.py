@@ -75,7 +75,6 @@ class ConfigReader:
 def base_fields(reader: ConfigReader) -> dict[str, Any]:
     """The fields that all Llama-like configs share, all but `layers`."""
     reader.insist("hidden_act", "silu")
-    reader.insist("mlp_bias", False)
     hidden, heads = int(reader.require("hidden_size")), int(reader.require("num_attention_heads"))
     eos = reader.take("eos_token_id", ())
     return dict(
@@ -117,6 +116,8 @@ def param_sources(config: ModelConfig) -> dict[Path, ParamSource]:
     }
     if config.qkv_bias:
         vectors |= {("attention", f"{x}_bias"): f"self_attn.{x}_proj.bias" for x in "qkv"}
+    if config.mlp_bias:
+        vectors |= {("mlp", f"{x}_bias"): f"mlp.{x}_proj.bias" for x in ("gate", "up", "down")}
     if config.o_bias:
         vectors["attention", "o_bias"] = "self_attn.o_proj.bias"
     if config.qk_norm:

@@ -11,6 +11,7 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     reader = ConfigReader(hf)
     fields = base_fields(reader)
     bias = bool(reader.take("attention_bias", False))
+    mlp_bias = bool(reader.take("mlp_bias", False))
     layers = (LayerSpec(),) * int(reader.require("num_hidden_layers"))
     reader.finish()
-    return ModelConfig(family="llama", layers=layers, qkv_bias=bias, o_bias=bias, **fields)
+    return ModelConfig(family="llama", layers=layers, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias, **fields)

@@ -1,0 +1,216 @@
+"""Sampling on the device: every option of a request, each paid for only in steps where some row uses it.
+
+A branch of one compiled step (`lax.cond`), not a compiled variant, holds each option, so the set of shapes stays small.
+Nothing depends on the other rows of a batch: a row's random number comes from its seed and output index alone.
+
+Axis letters: S rows, V vocab, U slots.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+BANNED = -1e30  # added to a logit: finite, so that no arithmetic on it gives NaN
+_LANES = 128
+
+
+class SamplingRows(NamedTuple):
+    """What each row asks for."""
+
+    slot: Int[Array, "S"]
+    samples: Bool[Array, "S"]  # false: the row's prompt goes on, its token is ignored
+    output_index: Int[Array, "S"]
+    seed: Int[Array, "S 2"]  # high and low word
+    temperature: Float[Array, "S"]  # 0: greedy
+    top_k: Int[Array, "S"]  # 0: off
+    top_p: Float[Array, "S"]
+    min_p: Float[Array, "S"]
+    repetition_penalty: Float[Array, "S"]
+    frequency_penalty: Float[Array, "S"]
+    presence_penalty: Float[Array, "S"]
+
+
+class SamplingFlags(NamedTuple):
+    """Whether any row of the step needs a branch."""
+
+    random: Bool[Array, ""]
+    top_k: Bool[Array, ""]
+    top_p: Bool[Array, ""]
+    biased: Bool[Array, ""]
+    penalized: Bool[Array, ""]
+    logprobs: Bool[Array, ""]
+    prompt_logprobs: Bool[Array, ""]
+
+
+class SamplingState(NamedTuple):
+    """Per slot, on the device. Rows of slots that do not use an option are stale and must not be read: a slot's bias
+    counts only in steps whose rows carry zeros elsewhere, so the runner resets what a new owner could see."""
+
+    bias: Float[Array, "U V"]  # logit_bias, allowed and banned tokens
+    prompt_seen: Bool[Array, "U V"]
+    output_counts: Int[Array, "U V"]
+
+
+class TokenLogprobs(NamedTuple):
+    """Of the raw distribution, before any option."""
+
+    logprob: Float[Array, "S"]  # the chosen token's
+    rank: Int[Array, "S"]  # 1: the most likely
+    top_ids: Int[Array, "S n"]
+    top_logprobs: Float[Array, "S n"]
+
+
+def sample(
+    logits: Float[Array, "S V"], rows: SamplingRows, flags: SamplingFlags, state: SamplingState, *, num_logprobs: int
+) -> tuple[Int[Array, "S"], TokenLogprobs, SamplingState]:
+    """The next token of every row, its log-probabilities (zeros unless asked for), and the state after counting it.
+
+    Order of options, as in vLLM: bias, penalties, temperature, min_p, top_k, top_p.
+    """
+    shaped = lax.cond(flags.biased, lambda x: x + state.bias[rows.slot], lambda x: x, logits)
+    shaped = lax.cond(flags.penalized, lambda x: _penalize(x, rows, state), lambda x: x, shaped)
+    greedy = argmax(shaped)
+    token = lax.cond(
+        flags.random,
+        lambda x: jnp.where(rows.temperature > 0, _draw(x, rows, flags), greedy),
+        lambda x: greedy,
+        shaped,
+    )
+    counts = lax.cond(
+        flags.penalized,
+        lambda counts: counts.at[rows.slot, token].add(rows.samples.astype(counts.dtype)),
+        lambda counts: counts,
+        state.output_counts,
+    )
+    empty = _no_logprobs(logits.shape[0], num_logprobs)
+    logprobs = lax.cond(
+        flags.logprobs, lambda: token_logprobs(logits, token, num_logprobs=num_logprobs), lambda: empty
+    )
+    return token, logprobs, state._replace(output_counts=counts)
+
+
+def argmax(x: Float[Array, "S V"]) -> Int[Array, "S"]:
+    """The first index of each row's maximum. Two plain reductions: several times faster on CPU than jnp.argmax."""
+    vocab = x.shape[-1]
+    index = jnp.where(x == x.max(-1, keepdims=True), jnp.arange(vocab), vocab).min(-1)
+    return jnp.minimum(index, vocab - 1)  # a row of NaN has no maximum
+
+
+def token_logprobs(logits: Float[Array, "S V"], token: Int[Array, "S"], *, num_logprobs: int) -> TokenLogprobs:
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    chosen = jnp.take_along_axis(logprobs, token[:, None], axis=-1)
+    rank = 1 + (logprobs > chosen).sum(-1, dtype=jnp.int32)
+    top, ids = lax.top_k(logprobs, num_logprobs)
+    return TokenLogprobs(chosen[:, 0], rank, ids.astype(jnp.int32), top)
+
+
+def prompt_logprobs(
+    hidden: Float[Array, "T D"], targets: Int[Array, "T"], wanted: Bool[Array, ""], project, *, num_logprobs: int
+) -> TokenLogprobs:
+    """Log-probabilities of every token's successor, a few tokens at a time: [T, V] logits never exist at once."""
+    num_tokens = hidden.shape[0]
+    chunk = min(16, num_tokens)
+    if num_tokens % chunk:
+        raise ValueError(f"{num_tokens=} must be a multiple of {chunk}")
+
+    def some(inputs):
+        return token_logprobs(project(inputs[0]), inputs[1], num_logprobs=num_logprobs)
+
+    def every() -> TokenLogprobs:
+        parts = lax.map(some, (hidden.reshape(-1, chunk, hidden.shape[-1]), targets.reshape(-1, chunk)))
+        return TokenLogprobs(*(part.reshape(num_tokens, *part.shape[2:]) for part in parts))
+
+    return lax.cond(wanted, every, lambda: _no_logprobs(num_tokens, num_logprobs))
+
+
+def _no_logprobs(rows: int, num_logprobs: int) -> TokenLogprobs:
+    wide = (rows, num_logprobs)
+    return TokenLogprobs(jnp.zeros(rows), jnp.zeros(rows, jnp.int32), jnp.zeros(wide, jnp.int32), jnp.zeros(wide))
+
+
+def _penalize(logits, rows: SamplingRows, state: SamplingState):
+    """Repetition (Keskar et al. 2019: divides positive logits, multiplies negative ones), frequency and presence."""
+    counts = state.output_counts[rows.slot]
+    seen = state.prompt_seen[rows.slot] | (counts > 0)
+    repetition = rows.repetition_penalty[:, None]
+    logits = jnp.where(seen, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
+    logits -= rows.frequency_penalty[:, None] * counts
+    return logits - rows.presence_penalty[:, None] * (counts > 0)
+
+
+def _draw(logits, rows: SamplingRows, flags: SamplingFlags):
+    """One token a row from softmax(logits / temperature), filtered by min_p, top_k and top_p.
+
+    The filters look for a threshold, by bisection over the bits of the distance to the best logit: exact, without a
+    sort, and ties at the threshold stay in. The draw inverts the cumulative sum: one random number a row.
+    """
+    distance = _in_lanes(logits.max(-1, keepdims=True) - logits, fill=jnp.inf)  # [S, V / 128, 128], >= 0
+    temperature = jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None, None]
+    weight = jnp.exp(-distance / temperature)  # the best token weighs 1
+    weight = jnp.where(weight >= rows.min_p[:, None, None], weight, 0.0)
+
+    def top_k(weight):
+        wanted = jnp.where(rows.top_k > 0, rows.top_k, logits.shape[-1]).astype(jnp.float32)
+        return _keep_nearest(weight, distance, jnp.ones_like(weight), wanted)
+
+    def top_p(weight):
+        wanted = jnp.where(rows.top_p < 1, rows.top_p * _row_sum(weight), jnp.inf)
+        return _keep_nearest(weight, distance, weight, wanted)
+
+    weight = lax.cond(flags.top_k, top_k, lambda w: w, weight)
+    weight = lax.cond(flags.top_p, top_p, lambda w: w, weight)
+    return _invert_cumulative(weight, _uniform(rows))
+
+
+def _keep_nearest(weight, distance, amount, wanted):
+    """Zeroes the weights beyond the smallest distance within which `amount` sums to at least `wanted`."""
+    bits = lax.bitcast_convert_type(distance, jnp.int32)  # ordered like the distances, which are not negative
+
+    def halve(_, bounds):
+        low, high = bounds  # too small, large enough
+        middle = low + (high - low) // 2
+        enough = _row_sum(jnp.where(bits <= middle[:, None, None], amount, 0.0)) >= wanted
+        return jnp.where(enough, low, middle), jnp.where(enough, middle, high)
+
+    infinity = jnp.full(distance.shape[0], 0x7F800000, jnp.int32)
+    _, limit = lax.fori_loop(0, 31, halve, (jnp.full_like(infinity, -1), infinity))
+    return jnp.where(bits <= limit[:, None, None], weight, 0.0)
+
+
+def _invert_cumulative(weight, uniform):
+    """The first token at which the running sum of [S, blocks, 128] weights passes uniform * total."""
+    blocks = weight.sum(-1)
+    ends = jnp.cumsum(blocks, axis=-1)
+    goal = uniform * ends[:, -1]
+    block = jnp.minimum((ends <= goal[:, None]).sum(-1), blocks.shape[-1] - 1)
+    rows = jnp.arange(block.shape[0])
+    rest = goal - (ends[rows, block] - blocks[rows, block])
+    inside = weight[rows, block]  # [S, 128]
+    running = jnp.cumsum(inside, axis=-1)
+    # Rounding may leave the goal at the very end of a block: then its last token with any weight is meant.
+    last = jnp.where(inside > 0, jnp.arange(_LANES), 0).max(-1)
+    lane = jnp.minimum((running <= rest[:, None]).sum(-1), last)
+    return (block * _LANES + lane).astype(jnp.int32)
+
+
+def _uniform(rows: SamplingRows):
+    """A number in [0, 1) a row, from its seed and output index."""
+
+    def one(seed, index):
+        key = jax.random.wrap_key_data(lax.bitcast_convert_type(seed, jnp.uint32), impl="threefry2x32")
+        return jax.random.uniform(jax.random.fold_in(key, index))
+
+    return jax.vmap(one)(rows.seed, rows.output_index)
+
+
+def _in_lanes(x, *, fill):
+    """[S, V] to [S, V / 128, 128]: sums over the middle axis vectorize, and have one order whatever S is."""
+    padding = -x.shape[-1] % _LANES
+    return jnp.pad(x, ((0, 0), (0, padding)), constant_values=fill).reshape(x.shape[0], -1, _LANES)
+
+
+def _row_sum(x):
+    return x.sum(1).sum(-1)

@@ -1,0 +1,179 @@
+"""From an `EngineConfig` to a runner: opens the checkpoint, lays the model out on a mesh, loads it, compiles its steps.
+
+Everything that this prints goes to standard error, for the one who started the service.
+"""
+
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from checkpoints.default_model import default_model_path
+from checkpoints.errors import CheckpointError
+from checkpoints.load import load_params
+from checkpoints.open import Checkpoint, open_checkpoint
+from checkpoints.orbax_folder import restore_params
+from model.config import ModelConfig
+from model.families.common import UnsupportedModel, param_sources
+from model.families.registry import read_config
+from model.transformer import Path as ParamPath
+from model.transformer import Transformer, abstract_model, param_axes, with_params
+from pallas_kernels.ragged_paged_attention.api import KVLayout, ragged_paged_attention
+from serving.config import EngineConfig
+from serving.errors import ConfigError
+from serving.request import EngineInfo
+from serving.runner.compiler import use_persistent_cache
+from serving.runner.runner import ModelRunner, RunnerConfig
+from serving.tokenizer.load import load_tokenizer
+from sharding.mesh import MeshError, make_mesh, parse_mesh
+from sharding.rules import AxisRules, axis_rules
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    model: Transformer
+    hf_config: Mapping[str, Any]
+    params: Mapping[ParamPath, jax.Array]
+    dtype: jnp.dtype
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(value.size for value in self.params.values())
+
+
+def load_model(config: EngineConfig, *, progress: bool = False) -> LoadedModel:
+    """Weights on the mesh. Raises ConfigError with one line that says what to do."""
+    try:
+        with_path = Path(config.model) if config.model else default_model_path(progress)
+        checkpoint = open_checkpoint(with_path)
+        try:
+            model_config = read_config(checkpoint.config)
+            mesh = make_mesh(parse_mesh(config.mesh))
+            rules = axis_rules(mesh, num_heads=model_config.num_heads, num_kv_heads=model_config.num_kv_heads)
+            dtype = jnp.dtype(choose_dtype() if config.dtype == "auto" else config.dtype)
+            return _load(checkpoint, model_config, rules, dtype, progress)
+        finally:
+            checkpoint.close()
+    except (CheckpointError, UnsupportedModel) as error:
+        raise ConfigError(f"--model: {error}") from error
+    except MeshError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _load(checkpoint: Checkpoint, config: ModelConfig, rules: AxisRules, dtype: jnp.dtype, progress: bool) -> LoadedModel:
+    model = abstract_model(config, rules, ragged_paged_attention, dtype)
+    axes = param_axes(model)
+    shapes = {path: shape for path, (shape, _) in axes.items()}
+    shardings = {path: rules.sharding(names, shape) for path, (shape, names) in axes.items()}
+    if checkpoint.source is None:
+        params = restore_params(checkpoint.path, shapes, shardings, dtype)
+    else:
+        tied = ("lm_head.weight",) if config.tie_embeddings else ()
+        params = load_params(checkpoint.source, param_sources(config), shapes, shardings, dtype, ignore=tied,
+                             progress=progress)
+    return LoadedModel(with_params(model, params), checkpoint.config, params, dtype)
+
+
+def choose_dtype() -> str:
+    """bfloat16 on accelerators. On a CPU whichever multiplies faster: some do bfloat16 at twice the speed of float32,
+    others (and jax before 0.11) many times slower."""
+    if jax.default_backend() != "cpu":
+        return "bfloat16"
+    seconds = {}
+    for dtype in ("bfloat16", "float32"):
+        x, w = jnp.ones((8, 576), dtype), jnp.ones((576, 1536), dtype)
+        multiply = jax.jit(lambda x, w: jnp.einsum("td,df->tf", x, w, preferred_element_type=jnp.float32))
+        jax.block_until_ready(multiply(x, w))
+        laps = []
+        for _ in range(5):
+            start = time.perf_counter()
+            jax.block_until_ready(multiply(x, w))
+            laps.append(time.perf_counter() - start)
+        seconds[dtype] = min(laps)
+    return "bfloat16" if seconds["bfloat16"] < seconds["float32"] * 1.2 else "float32"
+
+
+def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[ModelRunner, EngineInfo, tuple[int, ...]]:
+    """The runner, what to tell front ends, and the ids that end a generation."""
+    use_persistent_cache(config.compilation_cache_dir)
+    loaded = load_model(config, progress=progress)
+    model = loaded.model.config
+    runner_config = _runner_config(config, model, loaded.dtype, progress)
+    runner = ModelRunner(loaded.model, runner_config)
+    info = EngineInfo(
+        max_model_len=runner.max_model_len,
+        vocab_size=model.vocab_size,
+        max_num_seqs=runner.max_num_seqs,
+        max_num_batched_tokens=runner.max_num_batched_tokens,
+        num_pages=runner.num_pages,
+        page_size=runner.page_size,
+        dtype=str(loaded.dtype),
+        kv_cache_dtype=str(runner_config.kv_dtype),
+        attention_backend="xla",
+        mesh=str(parse_mesh(config.mesh)),
+        model_family=model.family,
+        num_parameters=loaded.num_parameters,
+    )
+    if progress:
+        _report(runner, loaded, info)
+    tokenizer = load_tokenizer(config.tokenizer or config.model or default_model_path())
+    eos_ids = tuple(dict.fromkeys((*model.eos_ids, *tokenizer.eos_ids)))
+    return runner, info, eos_ids
+
+
+def _runner_config(config: EngineConfig, model: ModelConfig, dtype: jnp.dtype, progress: bool) -> RunnerConfig:
+    on_cpu = jax.default_backend() == "cpu"
+    max_model_len = config.max_model_len or model.max_position
+    if max_model_len > model.max_position:
+        raise ConfigError(f"--max-model-len {max_model_len} is beyond the model's context of {model.max_position} tokens")
+    rows = config.max_num_seqs or (32 if on_cpu else 256)
+    tokens = config.max_num_batched_tokens or max(512 if on_cpu else 2048, rows)
+    if tokens < rows:
+        raise ConfigError(f"--max-num-batched-tokens {tokens} must be at least --max-num-seqs {rows}: "
+                          "every running sequence gets one token a step")  # fmt: skip
+    if 128 % config.block_size:
+        raise ConfigError(f"--block-size {config.block_size} must divide 128, the tokens of an attention block")
+    if config.num_pages is not None and config.num_pages < 2:
+        raise ConfigError(f"--num-pages {config.num_pages} must be at least 2: page 0 is scratch")
+    return RunnerConfig(
+        max_num_seqs=rows,
+        max_num_batched_tokens=tokens,
+        max_model_len=max_model_len,
+        page_size=config.block_size,
+        num_pages=config.num_pages,
+        memory_share=config.gpu_memory_utilization,
+        kv_dtype=dtype,
+        progress=progress,
+    )
+
+
+def _report(runner: ModelRunner, loaded: LoadedModel, info: EngineInfo) -> None:
+    """What was chosen, and what could not be sharded."""
+    model, rules, memory = loaded.model.config, loaded.model.rules, runner.memory
+    layout = KVLayout(num_layers=model.num_layers, num_pages=info.num_pages, page_size=info.page_size,
+                      num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype=np.dtype(info.kv_cache_dtype))
+    tokens = (info.num_pages - 1) * info.page_size
+    weights = sum(value.nbytes for value in loaded.params.values())
+    lines = [
+        f"Model {model.family}: {info.num_parameters / 1e6:.1f}M parameters, {model.num_layers} layers, {info.dtype}, "
+        f"{weights / 1e6:.0f} MB",
+        f"Mesh {info.mesh} on {jax.default_backend()} ({loaded.model.rules.mesh.size} of {jax.device_count()} devices)",
+        *(f"Replicated: {axis}: {why}" for axis, why in rules.replicated.items()),
+        f"KV cache: {info.num_pages - 1} pages of {info.page_size} tokens = {tokens} tokens, "
+        f"{layout.page_bytes * info.num_pages / 1e6:.0f} MB, {tokens / info.max_model_len:.1f} sequences of "
+        f"{info.max_model_len} tokens",
+    ]
+    if memory is not None:
+        lines.append(
+            f"Memory: {memory.share:.0%} of {memory.limit / 1e9:.1f} GB may be used: weights and state "
+            f"{memory.fixed / 1e6:.0f} MB, a step's temporaries {memory.temporary / 1e6:.0f} MB, the rest KV"
+        )
+    lines.append(f"Steps: up to {info.max_num_seqs} sequences and {info.max_num_batched_tokens} tokens, "
+                 f"{len(runner.shapes)} compiled shapes")
+    print("\n".join(lines), file=sys.stderr, flush=True)

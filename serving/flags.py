@@ -1,0 +1,112 @@
+"""Command-line flags to `ServerConfig`. Names follow vLLM where the meaning is the same."""
+
+import argparse
+from collections.abc import Sequence
+from typing import NoReturn
+
+from serving.config import EngineConfig, ServerConfig
+from serving.errors import ConfigError
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (--help lists the flags)")
+
+
+def parse_flags(argv: Sequence[str]) -> ServerConfig:
+    """Raises ConfigError with one line for a bad flag."""
+    args = _parser().parse_args(argv)
+    mesh = args.mesh
+    sizes = {"tensor": args.tensor_parallel_size, "data": args.data_parallel_size}
+    if any(sizes.values()):
+        if mesh is not None:
+            raise ConfigError("--mesh and --tensor-parallel-size / --data-parallel-size say the same thing: give one")
+        mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size is not None)
+    engine = EngineConfig(
+        model=args.model,
+        tokenizer=args.tokenizer,
+        dtype=args.dtype,
+        mesh=mesh or "1x1",
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        long_prefill_token_threshold=args.long_prefill_token_threshold,
+        block_size=args.block_size,
+        num_pages=args.num_pages,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        enable_prefix_caching=args.enable_prefix_caching,
+        scheduling_policy=args.scheduling_policy,
+        max_num_waiting=args.max_num_waiting,
+        compilation_cache_dir=args.compilation_cache_dir,
+        check_integrity=args.check_integrity,
+    )
+    return ServerConfig(
+        engine=engine,
+        served_model_name=args.served_model_name,
+        host=args.host,
+        port=args.port,
+        grpc_port=args.grpc_port,
+        api_keys=tuple(args.api_key),
+        admin_api_key=args.admin_api_key,
+        chat_template=args.chat_template,
+        max_body_bytes=args.max_body_bytes,
+        max_logprobs=args.max_logprobs,
+        stream_interval=args.stream_interval,
+        shutdown_grace_seconds=args.shutdown_grace_seconds,
+    )
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="python -m serve", description="Serve a large language model over HTTP (OpenAI) and gRPC.",
+                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    engine, server = EngineConfig(), ServerConfig()
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", default="", metavar="PATH",
+                       help="GGUF file, Hugging Face folder or Orbax folder; without it SmolLM2-135M-Instruct")
+    model.add_argument("--tokenizer", metavar="PATH", help="tokenizer folder or GGUF file, if not the model's own")
+    model.add_argument("--served-model-name", metavar="NAME", help="name in the API, if not the path's last part")
+    model.add_argument("--chat-template", metavar="FILE", help="Jinja file that replaces the model's chat template")
+    model.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default=engine.dtype,
+                       help="of weights, activations and KV; auto: bfloat16, on CPUs whichever is faster")
+    model.add_argument("--max-model-len", type=int, metavar="TOKENS", help="context length, if not the model's")
+
+    devices = parser.add_argument_group("devices")
+    devices.add_argument("--mesh", metavar="TxD", help="tensor x data, as 8x1 or tensor=4,data=2 (default: 1x1)")
+    devices.add_argument("--tensor-parallel-size", type=int, metavar="N", help="as --mesh tensor=N")
+    devices.add_argument("--data-parallel-size", type=int, metavar="N", help="as --mesh data=N")
+    devices.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE",
+                         help="share of device memory to use (default: 0.9; on a CPU 0.1 of the host's)")
+    devices.add_argument("--num-pages", type=int, metavar="N", help="KV pages, if not as many as fit")
+    devices.add_argument("--compilation-cache-dir", metavar="FOLDER", default=engine.compilation_cache_dir,
+                         help='where compiled steps are kept (default: ~/.cache/pageloom/xla; "" turns it off)')
+
+    batching = parser.add_argument_group("batching")
+    batching.add_argument("--max-num-seqs", type=int, metavar="N",
+                          help="sequences in one step (default: 256, on a CPU 32)")
+    batching.add_argument("--max-num-batched-tokens", type=int, metavar="N",
+                          help="token budget of a step (default: 2048, on a CPU 512)")
+    batching.add_argument("--long-prefill-token-threshold", type=int, metavar="N",
+                          default=engine.long_prefill_token_threshold,
+                          help="most prompt tokens that one sequence brings to a step; 0: no limit")
+    batching.add_argument("--block-size", type=int, metavar="TOKENS", default=engine.block_size, help="tokens in a KV page")
+    batching.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction,
+                          default=engine.enable_prefix_caching, help="reuse the KV of shared prompt prefixes")
+    batching.add_argument("--scheduling-policy", choices=("fcfs", "priority"), default=engine.scheduling_policy)
+    batching.add_argument("--max-num-waiting", type=int, metavar="N", default=engine.max_num_waiting,
+                          help="queued sequences beyond which requests get 429")
+    batching.add_argument("--check-integrity", action="store_true", help="check the KV books after every step (slow)")
+
+    api = parser.add_argument_group("API")
+    api.add_argument("--host", default=server.host)
+    api.add_argument("--port", type=int, default=server.port, help="HTTP; 0: any free port")
+    api.add_argument("--grpc-port", type=int, default=server.grpc_port, help="gRPC; off unless given, 0: any free port")
+    api.add_argument("--api-key", action="append", default=[], metavar="KEY",
+                     help="require `Authorization: Bearer KEY`; may be repeated")
+    api.add_argument("--admin-api-key", metavar="KEY", help="key of the admin endpoints, if not the API keys")
+    api.add_argument("--max-body-bytes", type=int, default=server.max_body_bytes, metavar="N")
+    api.add_argument("--max-logprobs", type=int, default=server.max_logprobs, metavar="N")
+    api.add_argument("--stream-interval", type=int, default=server.stream_interval, metavar="TOKENS",
+                     help="tokens between two streamed chunks")
+    api.add_argument("--shutdown-grace-seconds", type=float, default=server.shutdown_grace_seconds, metavar="S",
+                     help="how long running requests may finish after SIGTERM")
+    return parser

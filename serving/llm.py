@@ -1,0 +1,191 @@
+"""`LLM`: the engine in this process, for notebooks and scripts.
+
+    llm = LLM()                                             # the default model; or LLM(model="path/to/model")
+    llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text
+    llm.chat([{"role": "user", "content": "Hello!"}])
+
+It goes through the same pipeline as the servers: validation, the engine client, detokenizing, stop strings.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any, Literal, TypedDict, TypeVar
+
+from tqdm import tqdm
+
+from checkpoints.default_model import default_model_path
+from serving.api.generation import generate
+from serving.api.service import Service
+from serving.build import build_core
+from serving.config import EngineConfig, ServerConfig
+from serving.engine.in_process import InProcessClient
+from serving.errors import InvalidRequest
+from serving.metrics import Metrics
+from serving.request import Logprobs, SamplingParams
+from serving.tokenizer.load import load_tokenizer
+from serving.validation import to_engine_requests
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+
+_T = TypeVar("_T")
+
+
+class TokensPrompt(TypedDict):
+    prompt_token_ids: list[int]
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+
+
+Prompt = str | TokensPrompt | TextPrompt
+Message = Mapping[str, Any]
+
+
+@dataclass(kw_only=True)
+class CompletionOutput:
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] | None = None
+    finish_reason: Literal["stop", "length", "abort", "error"] | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(kw_only=True)
+class RequestOutput:
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[Logprobs | None] | None = None
+    num_cached_tokens: int = 0
+
+
+class LLM:
+    """Keyword arguments are the fields of `serving.config.EngineConfig`. Raises ConfigError when the model cannot be
+    served as asked. Use as a context manager, or call `close`, to free the device memory at once."""
+
+    def __init__(self, model: str = "", *, progress: bool = True, **options: Any):
+        model = model or str(default_model_path(progress))
+        config = EngineConfig(model=model, **options)
+        runner, info, eos_ids = build_core(config, progress=progress)
+        client = InProcessClient(runner, info, eos_ids, config)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="llm-events", daemon=True)
+        self._thread.start()
+        name = model.rstrip("/").rsplit("/", 1)[-1]
+        self.service = Service(
+            engine=client,
+            tokenizer=load_tokenizer(config.tokenizer or model),
+            config=ServerConfig(engine=config),
+            model_name=name,
+            metrics=Metrics(name, info, lambda: client.stats),
+            version=version("pageloom"),
+            start_time=time.time(),
+        )
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes every prompt; results are in the prompts' order. One SamplingParams for all, or one each.
+
+        Without `max_tokens` a prompt runs until the model stops or its context is full. Raises InvalidRequest for a
+        bad prompt or parameter, before anything runs.
+        """
+        listed = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            each = [sampling_params or SamplingParams()] * len(listed)
+        else:
+            each = list(sampling_params)
+        if len(each) != len(listed):
+            raise InvalidRequest(f"{len(each)} sampling_params for {len(listed)} prompts: give one, or one each")
+        tokenizer, jobs = self.service.tokenizer, []
+        for prompt, sampling in zip(listed, each, strict=True):
+            text = prompt if isinstance(prompt, str) else prompt.get("prompt")
+            if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
+                ids = list(prompt["prompt_token_ids"])
+            elif isinstance(text, str):
+                ids = tokenizer.encode(text)
+            else:
+                raise InvalidRequest(f"prompt {prompt!r} is neither text, nor a dict with 'prompt' or 'prompt_token_ids'")
+            requests = to_engine_requests(ids, sampling, self.service.limits, tokenizer)
+            jobs.append((RequestOutput(prompt=text, prompt_token_ids=requests[0].prompt_token_ids, outputs=[]), requests))
+        return self._wait(self._run_all(jobs, use_tqdm))
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Completes one conversation or several, through the model's chat template."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        tokenizer = self.service.tokenizer
+        texts = [tokenizer.apply_chat_template(list(one), **template_options) for one in conversations]  # type: ignore[arg-type]
+        prompts: list[Prompt] = [
+            {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)} for text in texts
+        ]
+        results = self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        for text, result in zip(texts, results, strict=True):
+            result.prompt = text
+        return results
+
+    def close(self) -> None:
+        self._wait(self.service.engine.shutdown(0.0))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    async def _run_all(self, jobs: Iterable[tuple[RequestOutput, list]], use_tqdm: bool) -> list[RequestOutput]:
+        jobs = list(jobs)
+        with tqdm(total=len(jobs), desc="Prompts", unit="prompt", disable=not use_tqdm) as bar:
+
+            async def run(output: RequestOutput, requests: list) -> RequestOutput:
+                await self._run(output, requests)
+                bar.update()
+                return output
+
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(run(*job)) for job in jobs]
+        return [task.result() for task in tasks]
+
+    async def _run(self, output: RequestOutput, requests: list) -> None:
+        sampling = requests[0].sampling
+        output.outputs = [
+            CompletionOutput(index=i, logprobs=None if sampling.logprobs is None else []) for i in range(len(requests))
+        ]
+        async with aclosing(generate(self.service, requests, interval=None)) as deltas:
+            async for delta in deltas:
+                one = output.outputs[delta.sequence]
+                one.text += delta.text
+                one.token_ids += delta.token_ids
+                if one.logprobs is not None:
+                    one.logprobs += delta.logprobs
+                one.finish_reason, one.stop_reason = delta.finish_reason, delta.stop_reason
+                output.num_cached_tokens = max(output.num_cached_tokens, delta.num_cached_tokens)
+                output.prompt_logprobs = delta.prompt_logprobs or output.prompt_logprobs

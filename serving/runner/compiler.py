@@ -1,0 +1,51 @@
+"""Compiles the closed shape set before serving, in parallel, and counts what compiles afterwards (it must be nothing)."""
+
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import jax
+from tqdm import tqdm
+
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+def use_persistent_cache(folder: str | None) -> str:
+    """Turns on jax's compilation cache (None: the user's cache folder, "": off); returns the folder in use."""
+    if folder == "":
+        return ""
+    path = Path(folder) if folder else Path.home() / ".cache" / "pageloom" / "xla"
+    path.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    return str(path)
+
+
+def compile_all(lower: Mapping[Any, Callable[[], jax.stages.Lowered]], *, progress: bool) -> dict[Any, jax.stages.Compiled]:
+    """Lowers and compiles every entry on as many threads as there are cores."""
+    compiled = {}
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        futures = {pool.submit(lambda f: f().compile(), make): key for key, make in lower.items()}
+        with tqdm(total=len(futures), desc="Compiling step shapes", unit="shape", disable=not progress) as bar:
+            for future in as_completed(futures):
+                compiled[futures[future]] = future.result()
+                bar.update()
+    return compiled
+
+
+class CompileCounter:
+    """Counts XLA compilations of this process from `start` on."""
+
+    def __init__(self) -> None:
+        self.count, self._on = 0, False
+        jax.monitoring.register_event_duration_secs_listener(self._record)
+
+    def start(self) -> None:
+        self._on = True
+
+    def _record(self, event: str, duration: float, **_: Any) -> None:
+        if self._on and event == _COMPILE_EVENT:
+            self.count += 1

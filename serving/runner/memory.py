@@ -1,0 +1,57 @@
+"""How many KV pages fit: from the compiler's own memory analysis, not from a guessed fraction."""
+
+import math
+import os
+from dataclasses import dataclass
+
+import jax
+
+from serving.errors import ConfigError
+
+_DEFAULT_SHARE = {"cpu": 0.1}  # of host memory, which other programs need too
+_DEVICE_SHARE = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Bytes on one device."""
+
+    limit: int  # memory of the device (of the host on CPU)
+    share: float  # part of it that may be used; the rest is the reserve
+    fixed: int  # weights and sampling state
+    temporary: int  # of the largest step
+    page: int
+
+    @property
+    def num_pages(self) -> int:
+        """Rounded down to two significant bits: a pool size that hardly moves keeps the compilation cache warm."""
+        pages = (int(self.limit * self.share) - self.fixed - self.temporary) // self.page
+        if pages < 2:
+            raise ConfigError(
+                f"the model does not fit: weights and state take {self.fixed / 1e9:.2f} GB and a step "
+                f"{self.temporary / 1e9:.2f} GB of {self.limit * self.share / 1e9:.2f} GB "
+                f"({self.share:.0%} of {self.limit / 1e9:.2f} GB); raise --gpu-memory-utilization, lower "
+                "--max-num-batched-tokens or use more devices"
+            )
+        grid = max(1 << (pages.bit_length() - 6), 1)
+        return pages // grid * grid
+
+
+def device_memory(device: jax.Device) -> int:
+    """Bytes that one device may use in all. Simulated CPU devices share the host's memory."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return total // jax.local_device_count()
+
+
+def memory_share(device: jax.Device, chosen: float | None) -> float:
+    return chosen if chosen is not None else _DEFAULT_SHARE.get(device.platform, _DEVICE_SHARE)
+
+
+def bytes_per_device(tree) -> int:
+    """Of arrays or shape structs that carry shardings."""
+    return sum(
+        x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(tree)
+    )

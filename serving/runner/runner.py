@@ -1,0 +1,239 @@
+"""Executes step plans: packs them, dispatches the compiled step, and reads results one step later.
+
+The runner owns the weights and all device state. It compiles the closed shape set once; after that a step is one
+host-to-device copy, one call, and one small copy back.
+"""
+
+import time
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from model.sampling import BANNED, TokenLogprobs
+from model.transformer import Transformer
+from pallas_kernels.ragged_paged_attention.api import KVLayout
+from serving.engine.plan import SlotUpdate, StepPlan, StepResult
+from serving.request import Logprobs
+from serving.runner.compiler import CompileCounter, compile_all
+from serving.runner.memory import MemoryPlan, bytes_per_device, device_memory, memory_share
+from serving.runner.packing import Packer, packed_size
+from serving.runner.shapes import StepShape, pick_shape, step_shapes
+from serving.runner.step import (
+    DeviceState,
+    StepOutputs,
+    run_step,
+    set_bias,
+    set_counts,
+    state_shapes,
+    state_shardings,
+)
+
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerConfig:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int  # tokens
+    page_size: int
+    num_pages: int | None  # None: what fits
+    memory_share: float | None
+    kv_dtype: jnp.dtype
+    progress: bool = False
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    plan: StepPlan
+    outputs: StepOutputs
+
+
+class ModelRunner:
+    """See `serving.engine.plan.Runner`, which this implements."""
+
+    def __init__(self, model: Transformer, config: RunnerConfig):
+        self._model_structure, params = nnx.split(model)
+        self._params, self._params_tree = jax.tree.flatten(params)
+        self._config, self._model_config, self._rules = config, model.config, model.rules
+        self.max_num_seqs, self.max_num_batched_tokens = config.max_num_seqs, config.max_num_batched_tokens
+        self.max_model_len, self.page_size = config.max_model_len, config.page_size
+        self.vocab_size = model.config.vocab_size
+        self._row_pages = -(-config.max_model_len // config.page_size)
+        self._num_logprobs = min(MAX_LOGPROBS, self.vocab_size)
+        self.shapes = step_shapes(config.max_num_seqs, config.max_num_batched_tokens)
+        self._packer = Packer(max_num_seqs=config.max_num_seqs, row_pages=self._row_pages)
+        self._biased = [False] * config.max_num_seqs
+        self._counters = {"pack_seconds": 0.0, "dispatch_seconds": 0.0, "padding_tokens": 0.0}
+
+        self.memory: MemoryPlan | None = None
+        self.num_pages = config.num_pages or self._fit_pages()
+        shapes = self._state_shapes(self.num_pages)
+        self._steps = compile_all(
+            {shape: lambda shape=shape: self._lower_step(shape, shapes) for shape in self.shapes},
+            progress=config.progress,
+        )
+        self._set_bias, self._set_counts = self._compile_updates(shapes)
+        self._state = self._initial_state(shapes)
+        self._compiles = CompileCounter()
+        self._warm_up()
+        self._compiles.start()
+
+    # Set-up
+
+    def _layout(self, num_pages: int) -> KVLayout:
+        c = self._model_config
+        return KVLayout(num_layers=c.num_layers, num_pages=num_pages, page_size=self.page_size,
+                        num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, dtype=self._config.kv_dtype)
+
+    def _state_shapes(self, num_pages: int) -> DeviceState:
+        """Shapes with their shardings."""
+        shapes = state_shapes(self._layout(num_pages), self.max_num_seqs, self.vocab_size)
+        return jax.tree.map(lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
+                            shapes, state_shardings(self._rules, shapes))
+
+    def _fit_pages(self) -> int:
+        """Compiles the largest step with a tiny pool: its temporaries do not depend on the pool's size."""
+        device = self._rules.mesh.devices.flat[0]
+        small = self._state_shapes(8)
+        analysis = self._lower_step(self.shapes[-1], small).compile().memory_analysis()
+        state = bytes_per_device(small) - bytes_per_device(small.kv_pages)
+        self.memory = MemoryPlan(
+            limit=device_memory(device),
+            share=memory_share(device, self._config.memory_share),
+            fixed=bytes_per_device(self._params) + state,
+            temporary=analysis.temp_size_in_bytes,
+            page=bytes_per_device(small.kv_pages) // 8,
+        )
+        # One more page than all rows at full length can use, for the scratch page.
+        return min(self.memory.num_pages, self.max_num_seqs * self._row_pages + 1)
+
+    def _lower_step(self, shape: StepShape, state: DeviceState) -> jax.stages.Lowered:
+        whole = self._rules.whole
+
+        def step(params: list[jax.Array], state: DeviceState, packed: jax.Array):
+            model = nnx.merge(self._model_structure, jax.tree.unflatten(self._params_tree, params))
+            return run_step(model, state, packed, shape, self._row_pages, self._num_logprobs)
+
+        packed = jax.ShapeDtypeStruct((packed_size(shape, self._row_pages),), jnp.int32, sharding=whole)
+        shardings = jax.tree.map(lambda x: x.sharding, state)
+        jitted = jax.jit(step, donate_argnums=1, out_shardings=(shardings, whole))
+        return jitted.lower(self._params, state, packed)
+
+    def _compile_updates(self, state: DeviceState):
+        whole = self._rules.whole
+        slot = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+        row = lambda dtype: jax.ShapeDtypeStruct((self.vocab_size,), dtype, sharding=whole)
+        sampling = state.sampling
+        bias = jax.jit(set_bias, donate_argnums=0, out_shardings=sampling.bias.sharding)
+        counts = jax.jit(set_counts, donate_argnums=(0, 1),
+                         out_shardings=(sampling.prompt_seen.sharding, sampling.output_counts.sharding))
+        return (
+            bias.lower(sampling.bias, slot, row(jnp.float32)).compile(),
+            counts.lower(sampling.prompt_seen, sampling.output_counts, slot, row(jnp.bool_), row(jnp.int32)).compile(),
+        )
+
+    def _initial_state(self, shapes: DeviceState) -> DeviceState:
+        shardings = jax.tree.map(lambda x: x.sharding, shapes)
+        make = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), out_shardings=shardings)
+        return make()
+
+    def _warm_up(self) -> None:
+        """Runs every executable once, on padding only."""
+        for shape in self.shapes:
+            packed = self._packer.pack(StepPlan(rows=[], num_decode=0), shape, self._biased)
+            self._state, outputs = self._steps[shape](self._params, self._state, self._put(packed))
+        zeros = lambda dtype: self._put(np.zeros(self.vocab_size, dtype))
+        slot = self._put(np.int32(self.max_num_seqs))
+        sampling = self._state.sampling
+        bias = self._set_bias(sampling.bias, slot, zeros(np.float32))
+        seen, counts = self._set_counts(sampling.prompt_seen, sampling.output_counts, slot, zeros(bool), zeros(np.int32))
+        self._state = self._state._replace(sampling=type(sampling)(bias, seen, counts))
+        jax.tree.map(np.asarray, outputs)
+
+    # Serving
+
+    def dispatch(self, plan: StepPlan) -> _InFlight:
+        started = time.perf_counter()
+        for update in plan.slot_updates:
+            self._update_slot(update)
+        num_tokens = plan.num_tokens
+        shape = pick_shape(self.shapes, num_tokens, len(plan.rows))
+        packed = self._packer.pack(plan, shape, self._biased)
+        packed_at = time.perf_counter()
+        self._state, outputs = self._steps[shape](self._params, self._state, self._put(packed))
+        self._counters["pack_seconds"] += packed_at - started
+        self._counters["dispatch_seconds"] += time.perf_counter() - packed_at
+        self._counters["padding_tokens"] += shape.num_tokens - num_tokens
+        return _InFlight(plan, outputs)
+
+    def fetch(self, handle: _InFlight) -> StepResult:
+        rows, outputs = handle.plan.rows, handle.outputs
+        started = time.perf_counter()
+        outputs.token_ids.block_until_ready()
+        ready = time.perf_counter()
+        token_ids = np.asarray(outputs.token_ids)[: len(rows)].tolist()
+        logprobs: list[Logprobs | None] = [None] * len(rows)
+        if any(row.samples and row.sampling.logprobs is not None for row in rows):
+            host = TokenLogprobs(*map(np.asarray, outputs.logprobs))
+            for index, row in enumerate(rows):
+                if row.samples and row.sampling.logprobs is not None:
+                    logprobs[index] = _logprobs(host, index, token_ids[index], row.sampling.logprobs)
+        result = StepResult(token_ids=token_ids, logprobs=logprobs, prompt_logprobs=_prompt_logprobs(handle),
+                            device_seconds=ready - started, fetch_seconds=time.perf_counter() - ready)
+        return result
+
+    def stats(self) -> dict[str, float]:
+        return {**self._counters, "compile_misses": self._compiles.count}
+
+    def _put(self, value: np.ndarray) -> jax.Array:
+        return jax.device_put(value, self._rules.whole)
+
+    def _update_slot(self, update: SlotUpdate) -> None:
+        """Writes a slot's dense rows; a slot that loses its options is only marked, its rows are never read."""
+        state, slot = self._state.sampling, self._put(np.int32(update.slot))
+        biased = bool(update.logit_bias or len(update.banned_token_ids) or update.allowed_token_ids is not None)
+        self._biased[update.slot] = biased
+        bias, seen, counts = state
+        row = np.zeros(self.vocab_size, np.float32)
+        if update.allowed_token_ids is not None:
+            row[:] = BANNED
+            row[list(update.allowed_token_ids)] = 0
+        for token, value in update.logit_bias.items():
+            row[token] += value
+        row[list(update.banned_token_ids)] = BANNED
+        bias = self._set_bias(bias, slot, self._put(row))
+        if update.reset_counts:
+            prompt = np.zeros(self.vocab_size, bool)
+            prompt[np.asarray(update.prompt_token_ids, np.int32)] = True
+            output = np.bincount(np.asarray(update.output_token_ids, np.int32), minlength=self.vocab_size)
+            seen, counts = self._set_counts(seen, counts, slot, self._put(prompt), self._put(output.astype(np.int32)))
+        self._state = self._state._replace(sampling=type(state)(bias, seen, counts))
+
+
+def _logprobs(host: TokenLogprobs, index: int, token_id: int, count: int) -> Logprobs:
+    return Logprobs(
+        token_id, float(host.logprob[index]), int(host.rank[index]),
+        host.top_ids[index, :count].tolist(), host.top_logprobs[index, :count].tolist(),
+    )  # fmt: skip
+
+
+def _prompt_logprobs(handle: _InFlight) -> list[list[Logprobs] | None]:
+    """For each row that asked, one entry for each of its tokens."""
+    rows = handle.plan.rows
+    if all(row.prompt_targets is None for row in rows):
+        return [None] * len(rows)
+    host = TokenLogprobs(*map(np.asarray, handle.outputs.prompt_logprobs))
+    result: list[list[Logprobs] | None] = []
+    at = 0
+    for row in rows:
+        if row.prompt_targets is None:
+            result.append(None)
+        else:
+            count = row.sampling.prompt_logprobs or 0
+            result.append([_logprobs(host, at + i, int(t), count) for i, t in enumerate(row.prompt_targets)])
+        at += row.num_tokens
+    return result

@@ -1,0 +1,44 @@
+"""The closed set of step shapes: everything the engine can run is compiled before it serves.
+
+A shape is T tokens x S rows, padded up. T == S: decode rows only, one token each. T > S: anything.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, order=True)
+class StepShape:
+    num_tokens: int  # T
+    num_rows: int  # S
+
+    def __str__(self) -> str:
+        return f"{self.num_tokens} tokens x {self.num_rows} rows"
+
+
+def step_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[StepShape, ...]:
+    """Powers of two: decode shapes from 2 rows (one-row products are slow on CPU), mixed shapes with all rows.
+
+    The largest shape comes last.
+    """
+    rows = _powers(2, max_num_seqs)
+    most = rows[-1]
+    tokens = _powers(max(2 * most, 64), max(max_num_batched_tokens, 2 * most))
+    return (*(StepShape(r, r) for r in rows), *(StepShape(t, most) for t in tokens))
+
+
+def pick_shape(shapes: Sequence[StepShape], num_tokens: int, num_rows: int) -> StepShape:
+    """The smallest shape that holds a step. Raises ValueError if none does: the scheduler broke its limits."""
+    decode_only = num_tokens == num_rows
+    for shape in shapes:
+        if (shape.num_tokens == shape.num_rows) <= decode_only and num_tokens <= shape.num_tokens and num_rows <= shape.num_rows:
+            return shape
+    raise ValueError(f"no compiled shape holds {num_tokens} tokens of {num_rows} rows; the largest is {shapes[-1]}")
+
+
+def _powers(first: int, last: int) -> list[int]:
+    """first, 2 first, 4 first, ... until `last` is covered."""
+    sizes = [first]
+    while sizes[-1] < last:
+        sizes.append(sizes[-1] * 2)
+    return sizes
