@@ -18,6 +18,12 @@ ParamPath = tuple[str, ...]
 PARAMS, CONFIG = "params", "config.json"
 
 
+def check_new(folder: Path) -> None:
+    """Raises CheckpointError unless a checkpoint can be written there without touching anything."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder}: is not an empty folder; name a new one")
+
+
 def save_folder(
     folder: Path,
     params: Mapping[ParamPath, jax.Array],
@@ -26,15 +32,17 @@ def save_folder(
 ) -> None:
     """Writes a new folder. `config` is a Hugging Face config, `tokenizer_files` name -> content."""
     folder = folder.expanduser().absolute()
-    if folder.exists() and any(folder.iterdir()):
-        raise CheckpointError(f"{folder}: is not empty; name a new folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / PARAMS, _nested(params))
-    for name, content in tokenizer_files.items():
-        (folder / name).write_bytes(content)
-    # Last: a folder without a config is not taken for a model, so a broken-off save is noticed.
-    (folder / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+    check_new(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(folder / PARAMS, _nested(params))
+        for name, content in tokenizer_files.items():
+            (folder / name).write_bytes(content)
+        # Last: a folder without a config is not taken for a model, so a broken-off save is noticed.
+        (folder / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be written ({error}); name another folder") from error
 
 
 def restore_params(

@@ -9,6 +9,7 @@ import json
 import math
 import mmap
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,10 +66,11 @@ class SafetensorsSource:
         return tensor if index is None else tensor[index]
 
     def close(self) -> None:
-        """Arrays from `read` must be gone by then."""
+        """A file stays mapped while an array from `read` lives (an error's traceback may hold one)."""
         self._tensors = {}
         for data in self._maps:
-            data.close()
+            with suppress(BufferError):
+                data.close()
 
     def _add(self, file: Path) -> None:
         try:

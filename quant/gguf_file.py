@@ -8,6 +8,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 import math
 import mmap
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,9 @@ class GGUFFile:
         return np.frombuffer(self._map, np.uint8, math.prod(shape), info.offset).reshape(shape)
 
     def close(self) -> None:
-        """Views from `rows` must be gone by then."""
-        self._map.close()
+        """While a view from `rows` lives (an error's traceback may hold one), the file stays mapped until it dies."""
+        with suppress(BufferError):
+            self._map.close()
 
 
 class _Header:

@@ -153,5 +153,16 @@ def test_what_cannot_be_read(tmp_path, write_gguf):
 def test_unsupported_type_names_the_tensor(tmp_path):
     kind = gguf.GGMLQuantizationType.Q2_K
     write_tensor(tmp_path / "m.gguf", "output_norm.weight", np.zeros((1, 84), np.uint8), kind)
+    source = GGUFSource(tmp_path / "m.gguf")
     with pytest.raises(CheckpointError, match=r"m\.gguf: output_norm\.weight: GGUF type Q2_K is not supported"):
-        GGUFSource(tmp_path / "m.gguf").read("model.norm.weight")
+        source.read("model.norm.weight")
+    source.close()
+
+
+def test_closing_waits_for_views(tmp_path):
+    values = np.arange(64, dtype=np.float32)
+    write_tensor(tmp_path / "m.gguf", "output_norm.weight", values, gguf.GGMLQuantizationType.F32)
+    file = GGUFFile(tmp_path / "m.gguf")
+    rows = file.rows("output_norm.weight")
+    file.close()
+    np.testing.assert_array_equal(rows.view(np.float32), values)

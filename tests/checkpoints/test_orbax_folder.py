@@ -1,11 +1,11 @@
 """The native folder: written on one mesh, restored on another."""
 
 import json
-import shutil
 
 import jax
 import ml_dtypes
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -53,8 +53,10 @@ def test_folder_is_a_model(saved):
 
 
 def test_existing_folders_are_left_alone(saved):
-    with pytest.raises(CheckpointError, match="is not empty"):
+    with pytest.raises(CheckpointError, match="is not an empty folder"):
         save_folder(saved, {}, CONFIG, {})
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        save_folder(saved / "config.json" / "x", {}, CONFIG, {})
 
 
 def test_mismatches(saved):
@@ -73,8 +75,18 @@ def test_damaged_folders(saved, tmp_path):
     (tmp_path / "params").mkdir()
     with pytest.raises(CheckpointError, match="not a whole Orbax checkpoint"):
         restore_params(tmp_path, SHAPES, where, np.float32)
-    shutil.copytree(saved, tmp_path / "copy")
-    for file in (tmp_path / "copy" / "params").rglob("d/*"):
+    # One parameter: Orbax leaves the reads of the others behind when one fails.
+    save_folder(tmp_path / "one", {NORM: jax.device_put(VALUES[NORM], where[NORM])}, CONFIG, {})
+    for file in (tmp_path / "one" / "params").rglob("d/*"):
         file.unlink()
-    with pytest.raises(CheckpointError, match="not a whole Orbax checkpoint|cannot be restored"):
-        restore_params(tmp_path / "copy", SHAPES, where, np.float32)
+    with pytest.raises(CheckpointError, match="not a whole Orbax checkpoint"):
+        restore_params(tmp_path / "one", {NORM: SHAPES[NORM]}, where, np.float32)
+
+
+def test_failing_reads(saved, monkeypatch):
+    def fail(self, directory, target):
+        raise ValueError("checksum does not match")
+
+    monkeypatch.setattr(ocp.StandardCheckpointer, "restore", fail)
+    with pytest.raises(CheckpointError, match=r"cannot be restored \(checksum does not match\)"):
+        restore_params(saved, SHAPES, shardings(1, 1), np.float32)
