@@ -15,9 +15,9 @@ class StepBatch(NamedTuple):
     cache was compacted. distribution: see `pallas_kernels.ragged_paged_attention.api`.
     """
 
-    tokens: Int[Array, "T"]
-    positions: Int[Array, "T"]
+    tokens: Int[Array, " T"]
+    positions: Int[Array, " T"]
     page_table: Int[Array, "S M"]
-    kv_lens: Int[Array, "S"]
-    cu_q_lens: Int[Array, "S+1"]
-    distribution: Int[Array, "3"]
+    kv_lens: Int[Array, " S"]
+    cu_q_lens: Int[Array, " S+1"]
+    distribution: Int[Array, " 3"]

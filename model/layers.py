@@ -3,8 +3,6 @@
 Axis letters: T tokens, D model dim, N query heads, K kv heads, H head dim, F ffn dim, V vocab.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -114,11 +112,10 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: ModelConfig, spec: LayerSpec, rules: AxisRules, attention: AttentionFn, *,
                  rngs: nnx.Rngs, dtype: jnp.dtype):
-        norm: Callable[[], RMSNorm] = lambda: RMSNorm(
-            config.hidden_size, "embed", eps=config.norm_eps, rngs=rngs, dtype=dtype
-        )
         self.rules = rules
-        self.attention_norm, self.mlp_norm = norm(), norm()
+        D, eps = config.hidden_size, config.norm_eps
+        self.attention_norm = RMSNorm(D, "embed", eps=eps, rngs=rngs, dtype=dtype)
+        self.mlp_norm = RMSNorm(D, "embed", eps=eps, rngs=rngs, dtype=dtype)
         self.attention = Attention(config, spec, rules, attention, rngs=rngs, dtype=dtype)
         self.mlp = MLP(config, rngs=rngs, dtype=dtype)
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from model.config import RopeConfig
 
 
-def inverse_frequencies(config: RopeConfig, head_dim: int) -> Float[Array, "H//2"]:
+def inverse_frequencies(config: RopeConfig, head_dim: int) -> Float[Array, " H//2"]:
     """Radians a position, with the config's scaling applied."""
     base = 1.0 / config.theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if config.kind == "linear":
@@ -25,7 +25,7 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Float[Array, "H//2
     return base
 
 
-def rope_angles(config: RopeConfig, head_dim: int, positions: Int[Array, "T"]) -> Float[Array, "T 2 H//2"]:
+def rope_angles(config: RopeConfig, head_dim: int, positions: Int[Array, " T"]) -> Float[Array, "T 2 H//2"]:
     """Cosines and sines of every token, computed once a step and shared by all layers."""
     # Angles in f32: bf16 rounds position 257 to 256.
     angles = positions.astype(jnp.float32)[:, None] * inverse_frequencies(config, head_dim)

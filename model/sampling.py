@@ -20,17 +20,17 @@ _LANES = 128
 class SamplingRows(NamedTuple):
     """What each row asks for."""
 
-    slot: Int[Array, "S"]
-    samples: Bool[Array, "S"]  # false: the row's prompt goes on, its token is ignored
-    output_index: Int[Array, "S"]
+    slot: Int[Array, " S"]
+    samples: Bool[Array, " S"]  # false: the row's prompt goes on, its token is ignored
+    output_index: Int[Array, " S"]
     seed: Int[Array, "S 2"]  # high and low word
-    temperature: Float[Array, "S"]  # 0: greedy
-    top_k: Int[Array, "S"]  # 0: off
-    top_p: Float[Array, "S"]
-    min_p: Float[Array, "S"]
-    repetition_penalty: Float[Array, "S"]
-    frequency_penalty: Float[Array, "S"]
-    presence_penalty: Float[Array, "S"]
+    temperature: Float[Array, " S"]  # 0: greedy
+    top_k: Int[Array, " S"]  # 0: off
+    top_p: Float[Array, " S"]
+    min_p: Float[Array, " S"]
+    repetition_penalty: Float[Array, " S"]
+    frequency_penalty: Float[Array, " S"]
+    presence_penalty: Float[Array, " S"]
 
 
 class SamplingFlags(NamedTuple):
@@ -57,15 +57,15 @@ class SamplingState(NamedTuple):
 class TokenLogprobs(NamedTuple):
     """Of the raw distribution, before any option."""
 
-    logprob: Float[Array, "S"]  # the chosen token's
-    rank: Int[Array, "S"]  # 1: the most likely
+    logprob: Float[Array, " S"]  # the chosen token's
+    rank: Int[Array, " S"]  # 1: the most likely
     top_ids: Int[Array, "S n"]
     top_logprobs: Float[Array, "S n"]
 
 
 def sample(
     logits: Float[Array, "S V"], rows: SamplingRows, flags: SamplingFlags, state: SamplingState, *, num_logprobs: int
-) -> tuple[Int[Array, "S"], TokenLogprobs, SamplingState]:
+) -> tuple[Int[Array, " S"], TokenLogprobs, SamplingState]:
     """The next token of every row, its log-probabilities (zeros unless asked for), and the state after counting it.
 
     Order of options, as in vLLM: bias, penalties, temperature, min_p, top_k, top_p.
@@ -92,14 +92,14 @@ def sample(
     return token, logprobs, state._replace(output_counts=counts)
 
 
-def argmax(x: Float[Array, "S V"]) -> Int[Array, "S"]:
+def argmax(x: Float[Array, "S V"]) -> Int[Array, " S"]:
     """The first index of each row's maximum. Two plain reductions: several times faster on CPU than jnp.argmax."""
     vocab = x.shape[-1]
     index = jnp.where(x == x.max(-1, keepdims=True), jnp.arange(vocab), vocab).min(-1)
     return jnp.minimum(index, vocab - 1)  # a row of NaN has no maximum
 
 
-def token_logprobs(logits: Float[Array, "S V"], token: Int[Array, "S"], *, num_logprobs: int) -> TokenLogprobs:
+def token_logprobs(logits: Float[Array, "S V"], token: Int[Array, " S"], *, num_logprobs: int) -> TokenLogprobs:
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     chosen = jnp.take_along_axis(logprobs, token[:, None], axis=-1)
     rank = 1 + (logprobs > chosen).sum(-1, dtype=jnp.int32)
@@ -108,7 +108,7 @@ def token_logprobs(logits: Float[Array, "S V"], token: Int[Array, "S"], *, num_l
 
 
 def prompt_logprobs(
-    hidden: Float[Array, "T D"], targets: Int[Array, "T"], wanted: Bool[Array, ""], project, *, num_logprobs: int
+    hidden: Float[Array, "T D"], targets: Int[Array, " T"], wanted: Bool[Array, ""], project, *, num_logprobs: int
 ) -> TokenLogprobs:
     """Log-probabilities of every token's successor, a few tokens at a time: [T, V] logits never exist at once."""
     num_tokens = hidden.shape[0]

@@ -90,7 +90,7 @@ def param_axes(model: Transformer) -> Mapping[Path, tuple[tuple[int, ...], Axes]
     return found
 
 
-def last_hidden(hidden: Float[Array, "T D"], cu_q_lens: Int[Array, "S+1"]) -> Float[Array, "S D"]:
+def last_hidden(hidden: Float[Array, "T D"], cu_q_lens: Int[Array, " S+1"]) -> Float[Array, "S D"]:
     """The hidden state of each row's last token."""
     return hidden[jnp.maximum(cu_q_lens[1:] - 1, 0)]
 
@@ -98,5 +98,8 @@ def last_hidden(hidden: Float[Array, "T D"], cu_q_lens: Int[Array, "S+1"]) -> Fl
 def with_params(model: Transformer, params: Mapping[Path, jax.Array]) -> Transformer:
     """The abstract model with arrays for every parameter."""
     structure, state = nnx.split(model)
-    flat = [(path, variable.replace(params[tuple(str(part) for part in path)])) for path, variable in nnx.to_flat_state(state)]
+    flat = [
+        (path, variable.replace(params[tuple(str(part) for part in path)]))
+        for path, variable in nnx.to_flat_state(state)
+    ]
     return nnx.merge(structure, nnx.from_flat_state(flat))

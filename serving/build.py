@@ -66,7 +66,9 @@ def load_model(config: EngineConfig, *, progress: bool = False) -> LoadedModel:
         raise ConfigError(str(error)) from error
 
 
-def _load(checkpoint: Checkpoint, config: ModelConfig, rules: AxisRules, dtype: jnp.dtype, progress: bool) -> LoadedModel:
+def _load(
+    checkpoint: Checkpoint, config: ModelConfig, rules: AxisRules, dtype: jnp.dtype, progress: bool
+) -> LoadedModel:
     model = abstract_model(config, rules, ragged_paged_attention, dtype)
     axes = param_axes(model)
     shapes = {path: shape for path, (shape, _) in axes.items()}
@@ -131,7 +133,7 @@ def _runner_config(config: EngineConfig, model: ModelConfig, dtype: jnp.dtype, p
     on_cpu = jax.default_backend() == "cpu"
     max_model_len = config.max_model_len or model.max_position
     if max_model_len > model.max_position:
-        raise ConfigError(f"--max-model-len {max_model_len} is beyond the model's context of {model.max_position} tokens")
+        raise ConfigError(f"--max-model-len {max_model_len} is beyond the model's context of {model.max_position}")
     rows = config.max_num_seqs or (32 if on_cpu else 256)
     tokens = config.max_num_batched_tokens or max(512 if on_cpu else 2048, rows)
     if tokens < rows:

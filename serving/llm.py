@@ -116,9 +116,10 @@ class LLM:
             elif isinstance(text, str):
                 ids = tokenizer.encode(text)
             else:
-                raise InvalidRequest(f"prompt {prompt!r} is neither text, nor a dict with 'prompt' or 'prompt_token_ids'")
+                raise InvalidRequest(f"{prompt!r} is neither text, nor a dict with 'prompt' or 'prompt_token_ids'")
             requests = to_engine_requests(ids, sampling, self.service.limits, tokenizer)
-            jobs.append((RequestOutput(prompt=text, prompt_token_ids=requests[0].prompt_token_ids, outputs=[]), requests))
+            output = RequestOutput(prompt=text, prompt_token_ids=requests[0].prompt_token_ids, outputs=[])
+            jobs.append((output, requests))
         return self._wait(self._run_all(jobs, use_tqdm))
 
     def chat(

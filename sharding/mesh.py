@@ -6,6 +6,7 @@ Mesh axes: `data` (groups of sequences), `tensor` (heads, ffn and vocabulary).
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -52,7 +53,7 @@ def parse_mesh(text: str) -> MeshSpec:
     return MeshSpec(**sizes)
 
 
-def make_mesh(spec: MeshSpec, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+def make_mesh(spec: MeshSpec, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
     """A mesh over the first devices. Raises MeshError when there are too few."""
     devices = list(jax.devices() if devices is None else devices)
     if spec.num_devices > len(devices):

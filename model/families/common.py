@@ -10,10 +10,12 @@ Path = tuple[str, ...]
 
 # Keys of a Hugging Face config that do not change what an inference run computes.
 _NEUTRAL = frozenset(
-    "_name_or_path architectures attention_dropout auto_map bos_token_id dtype eos_token_id initializer_range is_llama_config"
-    " model_type pad_token_id pretraining_tp rope_interleaved tokenizer_class torch_dtype transformers_version"
-    " transformers.js_config unsloth_fixed unsloth_version use_cache id2label label2id"
-    " return_dict output_hidden_states output_attentions chunk_size_feed_forward is_encoder_decoder problem_type".split()
+    """
+    _name_or_path architectures attention_dropout auto_map bos_token_id chunk_size_feed_forward dtype eos_token_id
+    id2label initializer_range is_encoder_decoder is_llama_config label2id model_type output_attentions
+    output_hidden_states pad_token_id pretraining_tp problem_type return_dict rope_interleaved tokenizer_class
+    torch_dtype transformers.js_config transformers_version unsloth_fixed unsloth_version use_cache
+    """.split()
 )
 
 
@@ -42,7 +44,8 @@ class ConfigReader:
         """The key, where present, must have one of these values."""
         value = self.take(key, allowed[0])
         if value not in allowed:
-            raise UnsupportedModel(f"config.json: {key}={value!r} is not supported, only {' or '.join(map(repr, allowed))}")
+            choices = " or ".join(map(repr, allowed))
+            raise UnsupportedModel(f"config.json: {key}={value!r} is not supported, only {choices}")
 
     def rope(self) -> RopeConfig:
         """`rope_theta` and `rope_scaling`, or the newer `rope_parameters` that holds both."""

@@ -25,7 +25,7 @@ def read_qwen3(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def _layers(reader: ConfigReader) -> tuple[LayerSpec, ...]:
-    """`layer_types` where given; otherwise the layers from `max_window_layers` on are windowed, if windows are in use."""
+    """`layer_types` where given; otherwise the layers from `max_window_layers` on are windowed, if windows are used."""
     count = int(reader.require("num_hidden_layers"))
     window = reader.take("sliding_window")
     if not reader.take("use_sliding_window", False):
@@ -35,7 +35,7 @@ def _layers(reader: ConfigReader) -> tuple[LayerSpec, ...]:
         "sliding_attention" if window is not None and layer >= first else "full_attention" for layer in range(count)
     ]
     if len(kinds) != count or not set(kinds) <= {"sliding_attention", "full_attention"}:
-        raise UnsupportedModel(f"config.json: layer_types={kinds} must be {count} of full_attention or sliding_attention")
+        raise UnsupportedModel(f"config.json: layer_types={kinds} must be {count} times full_ or sliding_attention")
     if window is None and "sliding_attention" in kinds:
         raise UnsupportedModel("config.json: layer_types has sliding_attention but there is no sliding_window in use")
     return tuple(LayerSpec(window=window if kind == "sliding_attention" else None) for kind in kinds)

@@ -28,14 +28,14 @@ def ragged_paged_attention(
     kv_pages: Float[Array, "L P 2 K B H"],
     layer: Int[Array, ""],
     page_table: Int[Array, "S M"],
-    kv_lens: Int[Array, "S"],
-    cu_q_lens: Int[Array, "S+1"],
-    distribution: Int[Array, "3"],
+    kv_lens: Int[Array, " S"],
+    cu_q_lens: Int[Array, " S+1"],
+    distribution: Int[Array, " 3"],
     *,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
-    sinks: Float[Array, "N"] | None = None,
+    sinks: Float[Array, " N"] | None = None,
 ) -> tuple[Float[Array, "T N H"], Float[Array, "L P 2 K B H"]]:
     """Writes the new K and V into their pages, then attends causally. Returns (out, kv_pages); kv_pages is donated.
 

@@ -7,7 +7,8 @@ import numpy as np
 
 
 def ragged_paged_attention(
-    q, k, v, kv_pages, layer, page_table, kv_lens, cu_q_lens, distribution, *, scale, window=None, soft_cap=None, sinks=None
+    q, k, v, kv_pages, layer, page_table, kv_lens, cu_q_lens, distribution, *,
+    scale, window=None, soft_cap=None, sinks=None,
 ):
     """Same arguments as `api.ragged_paged_attention`, as numpy arrays. Returns (out float32, new kv_pages)."""
     q, k, v, kv_pages = (np.array(a) for a in (q, k, v, kv_pages))

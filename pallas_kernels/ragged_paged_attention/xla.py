@@ -11,6 +11,7 @@ Axis letters: T tokens, S rows, N query heads, K kv heads, G = N / K, H head dim
 C items a loop step, Q tokens of a query block, W tokens of a KV block, J query blocks.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -51,14 +52,15 @@ class _Accumulator(NamedTuple):
 
 
 def ragged_paged_attention(
-    q, k, v, kv_pages, layer, page_table, kv_lens, cu_q_lens, distribution, *, scale, window=None, soft_cap=None, sinks=None
+    q, k, v, kv_pages, layer, page_table, kv_lens, cu_q_lens, distribution, *,
+    scale, window=None, soft_cap=None, sinks=None,
 ):
     """See `api.ragged_paged_attention`."""
     num_tokens, num_rows = q.shape[0], kv_lens.shape[0]
     kv_pages = _write(k, v, kv_pages, layer, page_table, kv_lens, cu_q_lens, distribution)
     queries = (q.astype(jnp.float32) * scale).astype(q.dtype)
-    attend = lambda blocks, tile: _attend(
-        queries, kv_pages, layer, page_table, kv_lens, blocks, tile, window=window, soft_cap=soft_cap, sinks=sinks
+    attend = partial(
+        _attend, queries, kv_pages, layer, page_table, kv_lens, window=window, soft_cap=soft_cap, sinks=sinks
     )
     decode = _query_blocks(kv_lens, cu_q_lens, 0, distribution[0], num_rows, _DECODE, window)
     out = attend(decode, _DECODE)[:, 0]  # [S, N, H]: row s is token s
@@ -136,10 +138,13 @@ def _attend(q, kv_pages, layer, page_table, kv_lens, blocks, tile, *, window, so
         query = jnp.minimum(blocks.query_start[block][:, None] + jnp.arange(size), q.shape[0] - 1)  # [C, Q]
         page = table[row[:, None], kv_block[:, None] * pages_per_block + jnp.arange(pages_per_block)]
         # Gathered straight into [C, K, W, H], the order the products want: half the time of gather and transpose.
-        fetch = lambda k_or_v: kv_pages[layer, page[:, None, :], k_or_v, heads].reshape(items, num_kv_heads, -1, head_dim)
+        keys, values = (
+            kv_pages[layer, page[:, None, :], k_or_v, heads].reshape(items, num_kv_heads, -1, head_dim)
+            for k_or_v in (0, 1)
+        )
         kv_index = kv_block[:, None] * tile.kv_tokens + jnp.arange(tile.kv_tokens)  # [C, W]
         written = kv_index < kv_lens[row][:, None]
-        scores = jnp.einsum("cqkgh,ckwh->ckgqw", grouped[query], fetch(0), preferred_element_type=jnp.float32)
+        scores = jnp.einsum("cqkgh,ckwh->ckgqw", grouped[query], keys, preferred_element_type=jnp.float32)
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         position = blocks.position[block][:, None] + jnp.arange(size)
@@ -152,8 +157,9 @@ def _attend(q, kv_pages, layer, page_table, kv_lens, blocks, tile, *, window, so
         weights = jnp.where(visible, jnp.exp(scores - maximum[..., None]), 0.0)
         total = weights.sum(-1)
         # Zeroed beyond the row's length: 0 * NaN left there by an earlier owner would be NaN.
-        values = jnp.where(written[:, None, :, None], fetch(1), 0)
-        output = jnp.einsum("ckgqw,ckwh->ckgqh", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+        values = jnp.where(written[:, None, :, None], values, 0)
+        weights = weights.astype(values.dtype)
+        output = jnp.einsum("ckgqw,ckwh->ckgqh", weights, values, preferred_element_type=jnp.float32)
         return _merge(acc, _Accumulator(maximum, total, output), block, live)
 
     padded = num_blocks + items

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -85,11 +85,11 @@ class Runner(Protocol):
     max_model_len: int
     vocab_size: int
 
-    def dispatch(self, plan: StepPlan) -> object:
+    def dispatch(self, plan: StepPlan) -> Any:
         """Packs and starts a step without waiting for it; returns a handle for `fetch`."""
         ...
 
-    def fetch(self, handle: object) -> StepResult:
+    def fetch(self, handle: Any) -> StepResult:
         """Waits for a step; handles must be fetched in the order of dispatch."""
         ...
 

@@ -1,4 +1,4 @@
-"""Compiles the closed shape set before serving, in parallel, and counts what compiles afterwards (it must be nothing)."""
+"""Compiles the closed shape set before serving, in parallel, and counts what compiles afterwards: nothing may."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -24,7 +24,9 @@ def use_persistent_cache(folder: str | None) -> str:
     return str(path)
 
 
-def compile_all(lower: Mapping[Any, Callable[[], jax.stages.Lowered]], *, progress: bool) -> dict[Any, jax.stages.Compiled]:
+def compile_all(
+    lower: Mapping[Any, Callable[[], jax.stages.Lowered]], *, progress: bool
+) -> dict[Any, jax.stages.Compiled]:
     """Lowers and compiles every entry on as many threads as there are cores."""
     compiled = {}
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
@@ -46,6 +48,6 @@ class CompileCounter:
     def start(self) -> None:
         self._on = True
 
-    def _record(self, event: str, duration: float, **_: Any) -> None:
+    def _record(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if self._on and event == _COMPILE_EVENT:
             self.count += 1

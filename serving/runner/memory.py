@@ -3,6 +3,7 @@
 import math
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -37,7 +38,7 @@ class MemoryPlan:
         return pages // grid * grid
 
 
-def device_memory(device: jax.Device) -> int:
+def device_memory(device: Any) -> int:
     """Bytes that one device may use in all. Simulated CPU devices share the host's memory."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
@@ -46,7 +47,7 @@ def device_memory(device: jax.Device) -> int:
     return total // jax.local_device_count()
 
 
-def memory_share(device: jax.Device, chosen: float | None) -> float:
+def memory_share(device: Any, chosen: float | None) -> float:
     return chosen if chosen is not None else _DEFAULT_SHARE.get(device.platform, _DEVICE_SHARE)
 
 

@@ -28,8 +28,8 @@ class StepInputs(NamedTuple):
     batch: StepBatch
     rows: SamplingRows
     flags: SamplingFlags
-    prompt_targets: Int[Array, "T"]
-    from_device: Bool[Array, "T"]
+    prompt_targets: Int[Array, " T"]
+    from_device: Bool[Array, " T"]
 
 
 def _layout(shape: StepShape, row_pages: int) -> dict[str, tuple[int, ...]]:
@@ -105,10 +105,11 @@ class Packer:
         return vector
 
 
-def _flags(rows: Sequence[RowPlan], biased_slots: Sequence[bool]) -> SamplingFlags:
+def _flags(rows: Sequence[RowPlan], biased_slots: Sequence[bool]) -> list[bool]:
+    """In the order of SamplingFlags' fields."""
     sampled = [row.sampling for row in rows if row.samples]
     drawn = [sampling for sampling in sampled if sampling.temperature > 0]
-    return SamplingFlags(  # type: ignore[arg-type]  # plain bools on this side
+    flags = dict(
         random=bool(drawn),
         top_k=any(sampling.top_k > 0 for sampling in drawn),
         top_p=any(sampling.top_p < 1 for sampling in drawn),
@@ -117,6 +118,7 @@ def _flags(rows: Sequence[RowPlan], biased_slots: Sequence[bool]) -> SamplingFla
         logprobs=any(sampling.logprobs is not None for sampling in sampled),
         prompt_logprobs=any(row.prompt_targets is not None for row in rows),
     )
+    return [flags[name] for name in SamplingFlags._fields]
 
 
 def _split(vector, shape: StepShape, row_pages: int) -> dict:
@@ -129,7 +131,7 @@ def _split(vector, shape: StepShape, row_pages: int) -> dict:
     return parts
 
 
-def unpack(vector: Int[Array, "size"], shape: StepShape, row_pages: int) -> StepInputs:
+def unpack(vector: Int[Array, " size"], shape: StepShape, row_pages: int) -> StepInputs:
     """Inside the jitted step."""
     part = _split(vector, shape, row_pages)
     params = part["params"]

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from model.sampling import BANNED, TokenLogprobs
+from model.sampling import BANNED, SamplingState, TokenLogprobs
 from model.transformer import Transformer
 from pallas_kernels.ragged_paged_attention.api import KVLayout
 from serving.engine.plan import SlotUpdate, StepPlan, StepResult
+from serving.errors import ConfigError
 from serving.request import Logprobs
 from serving.runner.compiler import CompileCounter, compile_all
 from serving.runner.memory import MemoryPlan, bytes_per_device, device_memory, memory_share
@@ -28,7 +29,7 @@ from serving.runner.step import (
     set_bias,
     set_counts,
     state_shapes,
-    state_shardings,
+    with_shardings,
 )
 
 MAX_LOGPROBS = 20
@@ -91,15 +92,15 @@ class ModelRunner:
 
     def _state_shapes(self, num_pages: int) -> DeviceState:
         """Shapes with their shardings."""
-        shapes = state_shapes(self._layout(num_pages), self.max_num_seqs, self.vocab_size)
-        return jax.tree.map(lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
-                            shapes, state_shardings(self._rules, shapes))
+        return with_shardings(self._rules, state_shapes(self._layout(num_pages), self.max_num_seqs, self.vocab_size))
 
     def _fit_pages(self) -> int:
         """Compiles the largest step with a tiny pool: its temporaries do not depend on the pool's size."""
         device = self._rules.mesh.devices.flat[0]
         small = self._state_shapes(8)
         analysis = self._lower_step(self.shapes[-1], small).compile().memory_analysis()
+        if analysis is None:
+            raise ConfigError("this backend has no memory analysis: give --num-pages")
         state = bytes_per_device(small) - bytes_per_device(small.kv_pages)
         self.memory = MemoryPlan(
             limit=device_memory(device),
@@ -126,14 +127,16 @@ class ModelRunner:
     def _compile_updates(self, state: DeviceState):
         whole = self._rules.whole
         slot = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
-        row = lambda dtype: jax.ShapeDtypeStruct((self.vocab_size,), dtype, sharding=whole)
         sampling = state.sampling
+        floats, bools, ints = (
+            jax.ShapeDtypeStruct((self.vocab_size,), dtype, sharding=whole) for dtype in (jnp.float32, bool, jnp.int32)
+        )
         bias = jax.jit(set_bias, donate_argnums=0, out_shardings=sampling.bias.sharding)
         counts = jax.jit(set_counts, donate_argnums=(0, 1),
                          out_shardings=(sampling.prompt_seen.sharding, sampling.output_counts.sharding))
         return (
-            bias.lower(sampling.bias, slot, row(jnp.float32)).compile(),
-            counts.lower(sampling.prompt_seen, sampling.output_counts, slot, row(jnp.bool_), row(jnp.int32)).compile(),
+            bias.lower(sampling.bias, slot, floats).compile(),
+            counts.lower(sampling.prompt_seen, sampling.output_counts, slot, bools, ints).compile(),
         )
 
     def _initial_state(self, shapes: DeviceState) -> DeviceState:
@@ -146,13 +149,8 @@ class ModelRunner:
         for shape in self.shapes:
             packed = self._packer.pack(StepPlan(rows=[], num_decode=0), shape, self._biased)
             self._state, outputs = self._steps[shape](self._params, self._state, self._put(packed))
-        zeros = lambda dtype: self._put(np.zeros(self.vocab_size, dtype))
-        slot = self._put(np.int32(self.max_num_seqs))
-        sampling = self._state.sampling
-        bias = self._set_bias(sampling.bias, slot, zeros(np.float32))
-        seen, counts = self._set_counts(sampling.prompt_seen, sampling.output_counts, slot, zeros(bool), zeros(np.int32))
-        self._state = self._state._replace(sampling=type(sampling)(bias, seen, counts))
-        jax.tree.map(np.asarray, outputs)
+            jax.tree.map(np.asarray, outputs)
+        self._write_slot(self.max_num_seqs, *(np.zeros(self.vocab_size, t) for t in (np.float32, bool, np.int32)))
 
     # Serving
 
@@ -178,7 +176,7 @@ class ModelRunner:
         token_ids = np.asarray(outputs.token_ids)[: len(rows)].tolist()
         logprobs: list[Logprobs | None] = [None] * len(rows)
         if any(row.samples and row.sampling.logprobs is not None for row in rows):
-            host = TokenLogprobs(*map(np.asarray, outputs.logprobs))
+            host = jax.device_get(outputs.logprobs)
             for index, row in enumerate(rows):
                 if row.samples and row.sampling.logprobs is not None:
                     logprobs[index] = _logprobs(host, index, token_ids[index], row.sampling.logprobs)
@@ -193,11 +191,8 @@ class ModelRunner:
         return jax.device_put(value, self._rules.whole)
 
     def _update_slot(self, update: SlotUpdate) -> None:
-        """Writes a slot's dense rows; a slot that loses its options is only marked, its rows are never read."""
-        state, slot = self._state.sampling, self._put(np.int32(update.slot))
         biased = bool(update.logit_bias or len(update.banned_token_ids) or update.allowed_token_ids is not None)
         self._biased[update.slot] = biased
-        bias, seen, counts = state
         row = np.zeros(self.vocab_size, np.float32)
         if update.allowed_token_ids is not None:
             row[:] = BANNED
@@ -205,13 +200,21 @@ class ModelRunner:
         for token, value in update.logit_bias.items():
             row[token] += value
         row[list(update.banned_token_ids)] = BANNED
-        bias = self._set_bias(bias, slot, self._put(row))
-        if update.reset_counts:
-            prompt = np.zeros(self.vocab_size, bool)
-            prompt[np.asarray(update.prompt_token_ids, np.int32)] = True
-            output = np.bincount(np.asarray(update.output_token_ids, np.int32), minlength=self.vocab_size)
-            seen, counts = self._set_counts(seen, counts, slot, self._put(prompt), self._put(output.astype(np.int32)))
-        self._state = self._state._replace(sampling=type(state)(bias, seen, counts))
+        if not update.reset_counts:
+            self._write_slot(update.slot, row)
+            return
+        prompt = np.zeros(self.vocab_size, bool)
+        prompt[np.asarray(update.prompt_token_ids, np.int32)] = True
+        output = np.bincount(np.asarray(update.output_token_ids, np.int32), minlength=self.vocab_size)
+        self._write_slot(update.slot, row, prompt, output.astype(np.int32))
+
+    def _write_slot(self, slot: int, bias_row: np.ndarray, *count_rows: np.ndarray) -> None:
+        where = self._put(np.array(slot, np.int32))
+        bias, seen, counts = self._state.sampling
+        bias = self._set_bias(bias, where, self._put(bias_row))
+        if count_rows:
+            seen, counts = self._set_counts(seen, counts, where, *map(self._put, count_rows))
+        self._state = self._state._replace(sampling=SamplingState(bias, seen, counts))
 
 
 def _logprobs(host: TokenLogprobs, index: int, token_id: int, count: int) -> Logprobs:
@@ -226,7 +229,7 @@ def _prompt_logprobs(handle: _InFlight) -> list[list[Logprobs] | None]:
     rows = handle.plan.rows
     if all(row.prompt_targets is None for row in rows):
         return [None] * len(rows)
-    host = TokenLogprobs(*map(np.asarray, handle.outputs.prompt_logprobs))
+    host = jax.device_get(handle.outputs.prompt_logprobs)
     result: list[list[Logprobs] | None] = []
     at = 0
     for row in rows:

@@ -31,7 +31,8 @@ def pick_shape(shapes: Sequence[StepShape], num_tokens: int, num_rows: int) -> S
     """The smallest shape that holds a step. Raises ValueError if none does: the scheduler broke its limits."""
     decode_only = num_tokens == num_rows
     for shape in shapes:
-        if (shape.num_tokens == shape.num_rows) <= decode_only and num_tokens <= shape.num_tokens and num_rows <= shape.num_rows:
+        fits = num_tokens <= shape.num_tokens and num_rows <= shape.num_rows
+        if fits and (decode_only or shape.num_tokens > shape.num_rows):
             return shape
     raise ValueError(f"no compiled shape holds {num_tokens} tokens of {num_rows} rows; the largest is {shapes[-1]}")
 

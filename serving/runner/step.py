@@ -3,8 +3,7 @@
 Axis letters: T tokens, S rows, U slots (one spare for padding rows), V vocab, n top log-probabilities.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,38 +19,43 @@ from sharding.rules import Axes, AxisRules
 
 class DeviceState(NamedTuple):
     kv_pages: jax.Array
-    last_token: Int[Array, "U"]
+    last_token: Int[Array, " U"]
     sampling: SamplingState
 
 
 class StepOutputs(NamedTuple):
-    token_ids: Int[Array, "S"]
+    token_ids: Int[Array, " S"]
     logprobs: TokenLogprobs  # [S]
     prompt_logprobs: TokenLogprobs  # [T]
 
 
-def state_axes() -> DeviceState:
-    """The logical axes of every state array."""
-    slots: Axes = ("slots", "vocab")
-    return DeviceState(KVLayout.axes, ("slots",), SamplingState(slots, slots, slots))  # type: ignore[arg-type]
-
-
 def state_shapes(layout: KVLayout, max_num_seqs: int, vocab_size: int) -> DeviceState:
-    slots = (max_num_seqs + 1, vocab_size)
-    struct = jax.ShapeDtypeStruct
-    sampling = SamplingState(struct(slots, jnp.float32), struct(slots, jnp.bool_), struct(slots, jnp.int32))
-    return DeviceState(struct(layout.shape, layout.dtype), struct(slots[:1], jnp.int32), sampling)  # type: ignore[arg-type]
+    slots = max_num_seqs + 1
+
+    def make() -> DeviceState:
+        per_token = (jnp.zeros((slots, vocab_size), dtype) for dtype in (jnp.float32, bool, jnp.int32))
+        kv_pages = jnp.zeros(layout.shape, layout.dtype)
+        return DeviceState(kv_pages, jnp.zeros(slots, jnp.int32), SamplingState(*per_token))
+
+    return jax.eval_shape(make)
 
 
-def state_shardings(rules: AxisRules, shapes: DeviceState) -> DeviceState:
-    return jax.tree.map(
-        lambda shape, axes: rules.sharding(axes, shape.shape), shapes, state_axes(),
-        is_leaf=lambda x: isinstance(x, jax.ShapeDtypeStruct),
+def with_shardings(rules: AxisRules, shapes: DeviceState) -> DeviceState:
+    """The same shapes, each with the sharding that its logical axes ask for."""
+
+    def shard(shape: Any, axes: Axes) -> Any:
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=rules.sharding(axes, shape.shape))
+
+    kv_pages, last_token, sampling = shapes
+    return DeviceState(
+        shard(kv_pages, KVLayout.axes),
+        shard(last_token, ("slots",)),
+        SamplingState(*(shard(one, ("slots", "vocab")) for one in sampling)),
     )
 
 
 def run_step(
-    model: Transformer, state: DeviceState, packed: Int[Array, "size"], shape: StepShape, row_pages: int,
+    model: Transformer, state: DeviceState, packed: Int[Array, " size"], shape: StepShape, row_pages: int,
     num_logprobs: int,
 ) -> tuple[DeviceState, StepOutputs]:
     """One ragged step: forward pass, sampling, and the tokens stored for the next step to pick up."""
@@ -71,18 +75,12 @@ def run_step(
     return DeviceState(kv_pages, last_token, sampling), StepOutputs(token, logprobs, of_prompt)
 
 
-def set_bias(bias: Float[Array, "U V"], slot: Int[Array, ""], row: Float[Array, "V"]) -> Float[Array, "U V"]:
+def set_bias(bias: Float[Array, "U V"], slot: Int[Array, ""], row: Float[Array, " V"]) -> Float[Array, "U V"]:
     return bias.at[slot].set(row)
 
 
 def set_counts(
-    seen: Bool[Array, "U V"], counts: Int[Array, "U V"], slot: Int[Array, ""], prompt_row: Bool[Array, "V"],
-    output_row: Int[Array, "V"],
+    seen: Bool[Array, "U V"], counts: Int[Array, "U V"], slot: Int[Array, ""], prompt_row: Bool[Array, " V"],
+    output_row: Int[Array, " V"],
 ) -> tuple[Bool[Array, "U V"], Int[Array, "U V"]]:
     return seen.at[slot].set(prompt_row), counts.at[slot].set(output_row)
-
-
-def describe(shapes: Sequence[StepShape]) -> str:
-    decode = [s.num_rows for s in shapes if s.num_tokens == s.num_rows]
-    mixed = [s.num_tokens for s in shapes if s.num_tokens != s.num_rows]
-    return f"decode rows {decode}, mixed tokens {mixed} x {shapes[-1].num_rows} rows"

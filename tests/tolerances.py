@@ -1,0 +1,7 @@
+"""How far a result may be from its float32 reference, by the dtype that computed it. Loosening one is a reviewed change."""
+
+ATTENTION = {
+    "float32": 1e-5,  # same arithmetic in another order
+    "bfloat16": 2e-2,  # scores and weights are rounded to 8 bits of mantissa before the second product
+}
+LOGITS_FLOAT32 = 1e-4  # a whole tiny model in another order of summation
