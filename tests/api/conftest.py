@@ -5,8 +5,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import grpc
 import httpx
 import pytest
+from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from serving.api.http.app import create_app
 from serving.api.server import Ports, bind_ports, serve_apis
@@ -55,7 +57,8 @@ async def listening(service: Service) -> AsyncIterator[Ports]:
         await asyncio.wait_for(ready.wait(), 10)
         yield ports
     finally:
-        os.kill(os.getpid(), signal.SIGTERM)
+        if not serving.done():
+            os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.wait_for(serving, 10)
 
 
@@ -63,3 +66,9 @@ async def until(condition: Callable[[], bool], seconds: float = 5) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def engine_stub(ports: Ports) -> AsyncIterator[vllm_engine_pb2_grpc.VllmEngineStub]:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{ports.grpc_port}") as channel:
+        yield vllm_engine_pb2_grpc.VllmEngineStub(channel)

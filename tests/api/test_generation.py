@@ -10,8 +10,8 @@ from serving.tokenizer.tokenizer import Tokenizer
 from tests.api.fakes import fake_logprob
 
 
-def run(tokenizer: Tokenizer, ids: Sequence[int], *, per_step: int = 1, interval: int | None = 1, finish: str = "length",
-        **sampling: object) -> list[Delta]:
+def run(tokenizer: Tokenizer, ids: Sequence[int], *, per_step: int = 1, interval: int | None = 1,
+        finish: str = "length", **sampling: object) -> list[Delta]:
     """All deltas of a sequence whose engine sends `ids`."""
     request = EngineRequest(request_id="r", prompt_token_ids=[64], sampling=SamplingParams(logprobs=1, **sampling))
     output = SequenceOutput(tokenizer, request, 0, interval)
@@ -43,7 +43,8 @@ def joined(deltas: list[Delta]) -> tuple[str, list[int]]:
 
 @pytest.mark.parametrize("per_step", [1, 2, 5, 100])
 @pytest.mark.parametrize("interval", [1, 3, None])
-def test_text_ids_and_logprobs_end_at_the_stop_string(tokenizer: Tokenizer, per_step: int, interval: int | None) -> None:
+def test_text_ids_and_logprobs_end_at_the_stop_string(tokenizer: Tokenizer, per_step: int,
+                                                      interval: int | None) -> None:
     ids = spell(tokenizer, "alphabet: ABCDEFGHIJKL")
     deltas = run(tokenizer, ids, per_step=per_step, interval=interval, stop=("DEFGHIJ",))
     text, kept = joined(deltas)

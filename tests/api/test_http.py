@@ -1,0 +1,199 @@
+"""What is refused and how; who may ask; the endpoints beside generation."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from tests.api.conftest import Serve, client_of
+
+pytestmark = pytest.mark.anyio
+HI = [{"role": "user", "content": "hi"}]
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+def assert_error(response: Any, status: int, param: str | None, *words: str) -> None:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["code"] == status
+    assert error["param"] == param
+    for word in words:
+        assert word in error["message"]
+
+
+@pytest.mark.parametrize(
+    "path, body, param, word",
+    [
+        (TEXT, {"temperature": 2.5}, "temperature", "2.5"),
+        (TEXT, {"temperature": "1"}, "temperature", "valid number"),
+        (TEXT, {"n": 0}, "n", "0"),
+        (TEXT, {"n": True}, "n", "integer"),
+        (TEXT, {"n": 1 << 70}, "n", "128"),
+        (TEXT, {"top_p": 0}, "top_p", "greater than 0"),
+        (TEXT, {"logprobs": 1000000}, "logprobs", "20"),
+        (CHAT, {"logprobs": True, "top_logprobs": 1000000}, "top_logprobs", "20"),
+        (CHAT, {"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+        (TEXT, {"logit_bias": {"191222": -100}}, "logit_bias", "191222"),
+        (TEXT, {"logit_bias": {"x": 1}}, "logit_bias.x", "pattern"),
+        (TEXT, {"stop_token_ids": [99999]}, "stop_token_ids", "99999"),
+        (TEXT, {"allowed_token_ids": [99999]}, "allowed_token_ids", "99999"),
+        (TEXT, {"allowed_token_ids": []}, "allowed_token_ids", "at least 1"),
+        (TEXT, {"stop": ["a"] * 17}, "stop", "at most 16"),
+        (TEXT, {"stop": [""]}, "stop[0]", "at least 1"),
+        (TEXT, {"bad_words": ["a"] * 129}, "bad_words", "at most 128"),
+        (TEXT, {"seed": 1 << 63}, "seed", "9223372036854775807"),
+        (TEXT, {"max_tokens": 0}, "max_tokens", "echo"),
+        (TEXT, {"max_tokens": 300}, "max_tokens", "256"),
+        (TEXT, {"min_tokens": 3, "max_tokens": 2}, "min_tokens", "max_tokens"),
+        (TEXT, {"prompt": [""]}, "prompt", "no tokens"),
+        (TEXT, {"prompt": []}, "prompt", "at least 1"),
+        (TEXT, {"prompt": [[]]}, "prompt[0]", "at least 1"),
+        (TEXT, {"prompt": ["a", 1]}, "prompt[1]", "valid string"),
+        (TEXT, {"prompt": [99999]}, "prompt", "99999"),
+        (TEXT, {"prompt": "a" * 300}, "prompt", "300 tokens"),
+        (TEXT, {"prompt": None}, "prompt", "None"),
+        (TEXT, {"stream_options": {"include_usage": True}}, "stream_options", "stream"),
+        (TEXT, {"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "stream"),
+        (TEXT, {"priority": 1}, "priority", "scheduling-policy"),
+        (TEXT, {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1"),
+        (TEXT, {"suffix": "x"}, "suffix", "not supported yet"),
+        (TEXT, {"structured_outputs": {"json": {}}}, "structured_outputs", "not supported yet"),
+        (TEXT, {"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
+        (CHAT, {"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "not supported yet"),
+        (TEXT, {"kv_transfer_params": {}}, "kv_transfer_params", "not supported yet"),
+        (CHAT, {"tools": [{"type": "function"}]}, "tools", "not supported yet"),
+        (CHAT, {"tool_choice": "required"}, "tool_choice", "not supported yet"),
+        (CHAT, {"reasoning_effort": "low"}, "reasoning_effort", "not supported yet"),
+        (CHAT, {"documents": [{"text": "x"}]}, "documents", "chat template"),
+        (CHAT, {"max_tokens": 2, "max_completion_tokens": 3}, "max_completion_tokens", "differ"),
+        (CHAT, {"messages": []}, "messages", "at least 1"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type",
+         "text"),
+        (CHAT, {"messages": [{"role": "boss", "content": "x"}]}, "messages[0].role", "user"),
+        (CHAT, {"chat_template": "{{ raise_exception('no') }}"}, "messages", "no"),
+        (CHAT, {"chat_template": "{% if"}, "messages", "template"),
+        (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
+        (CHAT, {"continue_final_message": True}, "continue_final_message", "assistant"),
+        (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "both"),
+        (TEXT, {"guided_json": {}}, "guided_json", "structured_outputs.json"),
+        (CHAT, {"guided_regex": "a"}, "guided_regex", "structured_outputs.regex"),
+        (TEXT, {"guided_choice": ["a"]}, "guided_choice", "structured_outputs.choice"),
+        (TEXT, {"guided_grammar": "a"}, "guided_grammar", "structured_outputs.grammar"),
+        (TEXT, {"best_off": 2}, "best_off", "not a known field"),
+        (CHAT, {"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood", "not a known field"),
+        ("/tokenize", {"messages": HI}, "prompt", "exactly one"),
+        ("/detokenize", {"tokens": [1 << 63]}, "tokens[0]", "9223372036854775808"),
+        ("/detokenize", {"tokens": [511, 512]}, "tokens", "512"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]", "-1"),
+    ],
+)  # fmt: skip
+async def test_a_broken_rule_is_named(serve: Serve, path: str, body: dict[str, Any], param: str, word: str) -> None:
+    base = {TEXT: {"prompt": "Hello"}, CHAT: {"messages": HI}, "/tokenize": {"prompt": "x"}, "/detokenize": {}}[path]
+    async with client_of(serve()) as client:
+        assert_error(await client.post(path, json={**base, **body}), 400, param, word, param.split("[")[0])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', b"[" * 100_000,
+        b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}", b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": 1e999}', b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "a", "metadata": ' + b'{"a":' * 500 + b"1" + b"}" * 500 + b"}",
+    ],
+)  # fmt: skip
+async def test_bodies_that_are_no_requests(serve: Serve, content: bytes) -> None:
+    async with client_of(serve()) as client:
+        for path in (TEXT, CHAT, "/tokenize", "/detokenize"):
+            response = await client.post(path, content=content, headers={"content-type": "application/json"})
+            assert_error(response, 400, response.json()["error"]["param"])
+
+
+async def test_status_codes_of_the_protocol(serve: Serve) -> None:
+    async with client_of(serve()) as client:
+        assert_error(await client.get("/nothing"), 404, None, "/nothing")
+        assert_error(await client.get(TEXT), 405, None, "GET")
+        assert_error(await client.delete("/v1/models"), 405, None)
+        assert_error(await client.post(TEXT, data={"prompt": "x"}), 415, None, "application/json")
+        assert_error(await client.post(TEXT, json={"prompt": "x", "model": "other"}), 404, None, "other", "tiny")
+        assert_error(await client.get("/v1/models/other"), 404, None, "other")
+
+
+async def test_a_body_over_the_limit_is_refused_before_it_is_read(serve: Serve) -> None:
+    sent = 0
+
+    async def body() -> AsyncIterator[bytes]:
+        nonlocal sent
+        for _ in range(1000):
+            sent += 1
+            yield b" " * 100
+
+    async with client_of(serve(config={"max_body_bytes": 1000})) as client:
+        assert_error(await client.post(TEXT, json={"prompt": "x" * 1000}), 413, None, "1000 bytes")
+        response = await client.post(TEXT, content=body(), headers={"content-type": "application/json"})
+        assert_error(response, 413, None, "1000 bytes")
+        assert sent < 20
+
+
+async def test_api_key(serve: Serve) -> None:
+    async with client_of(serve(config={"api_keys": ("one", "two"), "admin_api_key": "root"})) as client:
+        for path in ("/health", "/ping", "/metrics", "/version"):
+            assert (await client.get(path)).status_code == 200
+        for value in ("", "Bearer", "Bearer three", "Basic one", "Bearer root", "Bearer \xe9"):
+            response = await client.get("/v1/models", headers={"authorization": value.encode("latin-1")})
+            assert_error(response, 401, None, "API key")
+            assert response.headers["www-authenticate"] == "Bearer"
+        for key in ("one", "two"):
+            assert (await client.get("/v1/models", headers={"authorization": f"Bearer {key}"})).status_code == 200
+        for path in ("/flush_cache", "/reset_prefix_cache", "/flush_cache/"):
+            assert (await client.post(path, headers={"authorization": "Bearer one"})).status_code == 401
+        assert (await client.post("/flush_cache", headers={"authorization": "Bearer root"})).json() == {"success": True}
+
+
+async def test_overload_and_death(serve: Serve) -> None:
+    service = serve(room=0)
+    for stream in (False, True):
+        body = {"prompt": "x", "stream": stream}
+        async with client_of(service) as client:
+            response = await client.post(TEXT, json=body)
+            assert_error(response, 429, None, "waiting")
+            assert response.headers["retry-after"] == "3"
+            service.engine.dead = True
+            assert_error(await client.post(TEXT, json=body), 503, None, "engine")
+            assert_error(await client.get("/health"), 503, None)
+            assert_error(await client.post("/flush_cache"), 503, None)
+            service.engine.dead = False
+
+
+async def test_a_draining_server_takes_nothing_new(serve: Serve) -> None:
+    service = serve()
+    service.lifecycle.draining = True
+    async with client_of(service) as client:
+        assert_error(await client.post(CHAT, json={"messages": HI}), 503, None, "shutting down")
+        assert (await client.get("/metrics")).status_code == 200
+
+
+async def test_the_other_endpoints(serve: Serve) -> None:
+    service = serve(config={"api_keys": (), "admin_api_key": None})
+    async with client_of(service) as client:
+        [card] = (await client.get("/v1/models")).json()["data"]
+        assert card == (await client.get("/v1/models/tiny")).json()
+        assert card["id"] == "tiny" and card["owned_by"] == "vllm" and card["max_model_len"] == 256
+        assert (await client.get("/health")).content == b""
+        assert (await client.get("/version")).json() == {"version": "0.1.0"}
+        assert (await client.get("/load")).json() == {"server_load": 0}
+        info = (await client.get("/server_info")).json()
+        assert info["engine"]["num_pages"] == 100 and "api_keys" not in info["config"]
+        assert (await client.post("/reset_prefix_cache")).json() == {"success": True} and service.engine.flushed == 1
+
+
+async def test_tokenize_and_detokenize(serve: Serve) -> None:
+    async with client_of(serve()) as client:
+        answer = (await client.post("/tokenize", json={"prompt": "Hello world", "return_token_strs": True})).json()
+        assert answer == {"count": 2, "max_model_len": 256, "tokens": [259, 264], "token_strs": ["Hello", " world"]}
+        assert (await client.post("/detokenize", json={"tokens": [259, 264]})).json() == {"prompt": "Hello world"}
+        answer = (await client.post("/tokenize", json={"messages": HI, "add_generation_prompt": False})).json()
+        text = (await client.post("/detokenize", json={"tokens": answer["tokens"]})).json()["prompt"]
+        assert text == "<|im_start|>user\nhi<|im_end|>\n"
+        assert (await client.post("/tokenize", json={"prompt": ""})).json()["count"] == 0
