@@ -7,7 +7,7 @@ keep their tokens and wait at the place their rank gives them, to be computed ag
 
 Steps overlap: `schedule` is called again before the results of the last step are known, and `update` gets them
 later. Until then a sampled token is pending (see `sequence.py`). A result for a sequence that has ended meanwhile is
-dropped; one for a sequence that was preempted meanwhile counts, and it is not admitted again before that has arrived.
+dropped; one for a sequence that was preempted meanwhile counts.
 
 Plain Python over integers; one thread calls it.
 """
@@ -198,10 +198,11 @@ class Scheduler:
         for seq in candidates:
             if not builder.budget or not self._free_slots:
                 break
-            if seq.num_pending or follows_leader(seq):
+            if follows_leader(seq):
                 continue
+            assert not seq.num_pending  # a step that preempts admits nothing, and the results come before the next
             match = self._match(seq)
-            if match is not None and leaders.keep_waiting(seq, match):
+            if match is not None and not seq.wants_prompt_logprobs and leaders.keep_waiting(seq, match):
                 continue
             # Each running sequence keeps a page to grow into: else it would soon preempt the newcomer.
             if not self.kv.admit(seq.table, match, seq.num_tokens, headroom=len(self._running)):
@@ -213,9 +214,10 @@ class Scheduler:
             self._waiting = [seq for seq in self._waiting if seq.slot < 0]
 
     def _match(self, seq: Sequence) -> Match | None:
-        if seq.table.namespace is None or seq.wants_prompt_logprobs:
+        if seq.namespace is None:
             return None
-        return self.kv.match(seq.table.namespace, seq.tokens[: seq.num_tokens])
+        # The whole prompt is computed for its log-probabilities: all but one token of it are not looked for.
+        return self.kv.match(seq.namespace, seq.tokens[: 1 if seq.wants_prompt_logprobs else seq.num_tokens])
 
     # ---- life of a sequence
 
@@ -233,7 +235,7 @@ class Scheduler:
             seq.queue_time = max(0.0, self._clock() - seq.request.arrival_time)
             self.stats.prompt_tokens += seq.prompt_len
             self.stats.prompt_tokens_cached += seq.num_cached
-            if seq.table.namespace is not None:
+            if seq.namespace is not None:
                 self.stats.prefix_cache_queries += seq.prompt_len
                 self.stats.prefix_cache_hits += seq.num_cached
 

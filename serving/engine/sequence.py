@@ -17,12 +17,6 @@ from serving.request import EngineRequest, FinishReason, Logprobs, TokenEvent
 
 
 class Sequence:
-    __slots__ = (
-        "arrival", "end", "finish_reason", "leader", "leader_pages", "max_len", "num_cached", "num_computed",
-        "num_pending", "num_tokens", "prompt_len", "prompt_logprobs", "prompt_targets_end", "queue_time", "rank",
-        "request", "sampling_state", "slot", "table", "told_first", "tokens",
-    )  # fmt: skip
-
     def __init__(
         self,
         request: EngineRequest,
@@ -47,7 +41,8 @@ class Sequence:
         self.num_tokens = self.prompt_len
         self.num_pending = 0
         self.num_computed = 0
-        self.table = PageTable(-(-self.end // page_size), namespace)
+        self.namespace = namespace  # of the prefix cache; None: it shares no pages
+        self.table = PageTable(-(-self.end // page_size))
         self.slot = -1  # -1: waiting
         self.sampling_state = sampling_state
         self.finish_reason: FinishReason | None = None

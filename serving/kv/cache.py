@@ -15,18 +15,15 @@ from serving.kv.radix_tree import Node, RadixTree
 
 
 class PageTable:
-    """A sequence's pages in order. The first `num_shared` are the tree's, locked through `node`; the rest are its own.
+    """A sequence's pages in order. The first `num_shared` are the tree's, locked through `node`, the rest its own."""
 
-    `namespace` None: the sequence neither reads nor fills the prefix cache."""
+    __slots__ = ("node", "num_pages", "num_shared", "pages")
 
-    __slots__ = ("namespace", "node", "num_pages", "num_shared", "pages")
-
-    def __init__(self, max_pages: int, namespace: Hashable | None):
+    def __init__(self, max_pages: int):
         self.pages = np.zeros(max_pages, np.int32)
         self.num_pages = 0
         self.num_shared = 0
-        self.namespace = namespace
-        self.node: Node | None = None
+        self.node: Node | None = None  # None: it neither reads nor fills the prefix cache, or is empty
 
     def append(self, pages: list[int]) -> None:
         self.pages[self.num_pages : self.num_pages + len(pages)] = pages
@@ -68,7 +65,8 @@ class KVCache:
         return Match(*self.tree.match(namespace, tokens[: num_pages * self.page_size].tobytes()))
 
     def admit(self, table: PageTable, match: Match | None, num_tokens: int, headroom: int) -> bool:
-        """Fills an empty table with the matched pages and new ones for `num_tokens` tokens in all.
+        """Fills an empty table with the matched pages and new ones for `num_tokens` tokens in all. Without a match the
+        table has nothing to do with the prefix cache.
 
         False, and nothing changed, unless `headroom` more pages stay available."""
         if match is not None:
@@ -100,11 +98,8 @@ class KVCache:
 
         Pages that the tree got from another sequence meanwhile replace the table's own."""
         shared, full = table.num_shared, num_computed // self.page_size
-        if table.namespace is None or full <= shared:
+        if table.node is None or full <= shared:
             return
-        if table.node is None:  # it did not read the cache: its whole path is new to it
-            table.node = self.tree.match(table.namespace, b"")[0]
-            self.tree.lock(table.node)
         pages = table.pages[shared:full].tolist()
         key = tokens[shared * self.page_size : full * self.page_size].tobytes()
         table.node, present = self.tree.insert(table.node, key, pages)

@@ -1,0 +1,75 @@
+"""Random workloads against the oracle, in pools so small that preemption is constant. The harness and the fake runner
+check everything after every step; here is only what happens."""
+
+import random
+
+import pytest
+from fake_runner import FakeRunner
+from harness import Harness, random_requests, random_tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serving.errors import InvalidRequest, Overloaded
+
+
+def make_harness(rng: random.Random) -> Harness:
+    max_num_seqs = rng.choice([1, 2, 4, 8, 8])
+    page_size = rng.choice([1, 2, 4, 8])
+    max_model_len = rng.choice([24, 48, 80])
+    full = -(-max_model_len // page_size)  # pages of one full sequence: the pool just fits it, or a few
+    runner = FakeRunner(
+        num_pages=1 + rng.choice([full // 2, full, full + 2, 2 * full, 3 * full, 8 * full]),
+        page_size=page_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + rng.choice([0, 1, 5, 30]),
+        max_model_len=max_model_len,
+    )
+    return Harness(
+        runner,
+        overlap=rng.random() < 0.8,
+        enable_prefix_caching=rng.random() < 0.7,
+        scheduling_policy=rng.choice(["fcfs", "priority"]),
+        long_prefill_token_threshold=rng.choice([0, 0, 3, 8]),
+        max_num_waiting=rng.choice([5, 30]),
+    )
+
+
+def play(rng: random.Random, num_steps: int) -> Harness:
+    """Arrivals in bursts and lulls, aborts at any time, flushes; then everything must come to its end."""
+    harness = make_harness(rng)
+    max_len = harness.runner.max_model_len
+    bases = [random_tokens(rng, max_len) for _ in range(3)]
+    for step in range(num_steps):
+        if rng.random() < 0.3:
+            for request in random_requests(rng, str(step), bases, max_len):
+                try:
+                    harness.add(request)
+                except (InvalidRequest, Overloaded):
+                    assert request.request_id not in harness.runner.requests
+        if harness.live and rng.random() < 0.05:
+            harness.abort(rng.choice(list(harness.live)))
+        if rng.random() < 0.01:
+            harness.scheduler.kv.flush()
+            harness.scheduler.check_integrity()
+        harness.step()
+    harness.run()
+    return harness
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_random_workloads(rng):
+    play(rng, num_steps=60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_ten_thousand_steps(seed):
+    rng = random.Random(seed)
+    done = preempted = reused = 0
+    while done < 10_000:
+        harness = play(rng, num_steps=500)
+        done += harness.runner.steps
+        preempted += harness.scheduler.stats.num_preemptions
+        reused += harness.scheduler.stats.prompt_tokens_cached
+    assert preempted > 50 and reused > 2000  # the workload does reach what it is meant to reach
