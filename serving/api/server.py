@@ -47,16 +47,20 @@ class Ports:
 
 
 def _bind(host: str, port: int, flag: str) -> socket.socket:
+    """Without SO_REUSEADDR at first: with it, two servers that are still loading could both have the port. But after a
+    restart only SO_REUSEADDR gets past the closed connections of the last server."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except (OSError, OverflowError) as error:
-        listener.close()
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"cannot bind {host}:{port}: {reason}; choose another with --host or {flag}") from None
-    return listener
+    reason = ""
+    for reuse in (0, 1):
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+        try:
+            listener.bind((host, port))
+            return listener
+        except (OSError, OverflowError) as error:
+            listener.close()
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+    raise ConfigError(f"cannot bind {host}:{port}: {reason}; choose another with --host or {flag}")
 
 
 def bind_ports(config: ServerConfig) -> Ports:
