@@ -1,0 +1,99 @@
+"""The closed shape set, and that a packed step unpacks to what the plan said."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serving.engine.plan import RowPlan, StepPlan
+from serving.errors import ConfigError
+from serving.request import SamplingParams
+from serving.runner.memory import MemoryPlan
+from serving.runner.packing import Packer, unpack
+from serving.runner.shapes import StepShape, pick_shape, step_shapes
+
+ROW_PAGES = 6
+
+
+def test_the_set_for_a_small_server():
+    assert step_shapes(8, 100) == (
+        StepShape(2, 2), StepShape(4, 4), StepShape(8, 8), StepShape(64, 8), StepShape(128, 8),
+    )  # fmt: skip
+
+
+@given(max_num_seqs=st.integers(1, 300), extra=st.integers(0, 5000), data=st.data())
+def test_every_legal_step_has_a_shape(max_num_seqs, extra, data):
+    shapes = step_shapes(max_num_seqs, max_num_seqs + extra)
+    rows = data.draw(st.integers(0, max_num_seqs))
+    tokens = data.draw(st.integers(rows, max_num_seqs + extra)) if rows else 0
+    shape = pick_shape(shapes, tokens, rows)
+    assert shape.num_tokens >= tokens and shape.num_rows >= rows
+    if shape.num_tokens == shape.num_rows:
+        assert tokens == rows  # decode shapes hold decode rows only
+
+
+def test_a_step_beyond_every_shape_is_an_error():
+    with pytest.raises(ValueError, match="no compiled shape holds 129 tokens of 3 rows"):
+        pick_shape(step_shapes(8, 128), 129, 3)
+
+
+def row(slot: int, start: int, tokens, **fields) -> RowPlan:
+    length = 1 if tokens is None else len(tokens)
+    pages = np.arange(1, 1 + -(-(start + length) // 16), dtype=np.int32) + 10 * slot
+    sampling = fields.pop("sampling", SamplingParams())
+    return RowPlan(**(dict(request_id=f"r{slot}", slot=slot, token_ids=tokens, start=start, num_tokens=length,
+                           page_ids=pages, sampling=sampling, samples=True, output_index=start) | fields))  # fmt: skip
+
+
+def unpacked(packer: Packer, plan: StepPlan, shape: StepShape, biased=(False,) * 4):
+    vector = packer.pack(plan, shape, biased)
+    return jax.tree.map(np.asarray, jax.jit(lambda v: unpack(v, shape, ROW_PAGES))(vector))
+
+
+def test_round_trip():
+    packer = Packer(max_num_seqs=4, row_pages=ROW_PAGES)
+    sampling = SamplingParams(temperature=0.7, top_k=-1, top_p=0.9, min_p=0.1, seed=-3, frequency_penalty=-1.5)
+    plan = StepPlan(num_decode=2, rows=[
+        row(3, 40, None, sampling=sampling), row(0, 7, [123]), row(1, 16, [5, 6, 7], samples=False),
+    ])  # fmt: skip
+    got = unpacked(packer, plan, StepShape(8, 4))
+    batch, rows = got.batch, got.rows
+    assert batch.tokens.tolist() == [0, 123, 5, 6, 7, 0, 0, 0]
+    assert got.from_device.tolist() == [True] + [False] * 7
+    assert batch.positions.tolist() == [40, 7, 16, 17, 18, 0, 0, 0]
+    assert batch.kv_lens.tolist() == [41, 8, 19, 0]
+    assert batch.cu_q_lens.tolist() == [0, 1, 2, 5, 5]
+    assert batch.distribution.tolist() == [2, 2, 3]
+    assert batch.page_table[0].tolist() == [31, 32, 33, 0, 0, 0]
+    assert rows.slot.tolist() == [3, 0, 1, 4]  # padding uses the spare slot
+    assert rows.samples.tolist() == [True, True, False, False]
+    assert rows.output_index.tolist() == [40, 7, 16, 0]
+    assert rows.temperature[0] == np.float32(0.7) and rows.top_k[0] == 0 and rows.top_p[0] == np.float32(0.9)
+    assert rows.frequency_penalty[0] == np.float32(-1.5)
+    assert rows.seed[0].view(np.uint32).tolist() == [0xFFFFFFFF, 0xFFFFFFFD]
+    flags = got.flags
+    assert flags.random and flags.top_p and flags.penalized and not flags.top_k and not flags.biased
+
+
+def test_flags_follow_only_rows_that_sample():
+    packer = Packer(max_num_seqs=4, row_pages=ROW_PAGES)
+    asks = SamplingParams(temperature=1.0, top_k=5, logprobs=2, presence_penalty=1.0)
+    plan = StepPlan(num_decode=0, rows=[row(0, 0, [1, 2], sampling=asks, samples=False)])
+    flags = unpacked(packer, plan, StepShape(8, 4), biased=(True, False, False, False)).flags
+    assert flags.biased and not (flags.random or flags.top_k or flags.logprobs or flags.penalized)
+
+
+def test_a_slot_forgets_its_last_owner():
+    packer = Packer(max_num_seqs=4, row_pages=ROW_PAGES)
+    first = StepPlan(num_decode=1, rows=[row(0, 3, [1], sampling=SamplingParams(temperature=0.25))])
+    unpacked(packer, first, StepShape(2, 2))
+    second = StepPlan(num_decode=1, rows=[row(0, 3, [1], request_id="other", sampling=SamplingParams(temperature=2.0))])
+    assert unpacked(packer, second, StepShape(2, 2)).rows.temperature[0] == 2.0
+
+
+def test_memory_plan():
+    plan = MemoryPlan(limit=10_000_000, share=0.5, fixed=1_000_000, temporary=500_000, page=1000)
+    assert 3400 <= plan.num_pages <= 3500
+    with pytest.raises(ConfigError, match="does not fit: weights and state take 0.00 GB"):
+        _ = MemoryPlan(limit=1_000_000, share=0.5, fixed=600_000, temporary=0, page=1000).num_pages
