@@ -65,7 +65,9 @@ class SocketClient(StreamingClient):
         await self.close()
 
     async def close(self) -> None:
-        """Detaches this front end, which aborts its requests. The core goes on."""
+        """Detaches this front end, which aborts its requests. The core goes on. Closing again does nothing."""
+        if self._socket.closed:
+            return
         if self._dead is None:
             self._send(Goodbye())
             self._died("this front end has detached from the engine core")
@@ -79,17 +81,22 @@ class SocketClient(StreamingClient):
 
     async def _read(self) -> None:
         while True:
-            self._receive(self._decoder.decode(await self._socket.recv()))
+            await self._socket.poll()  # unlike a `recv`, it can be cancelled without losing a message
+            await self._receive_all()
+
+    async def _receive_all(self) -> None:
+        while True:
+            try:
+                payload = await self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._receive(self._decoder.decode(payload))
 
     async def _watch(self, reader: asyncio.Task[None]) -> None:
         await self._monitor.recv_multipart()
         reader.cancel()
         await asyncio.gather(reader, return_exceptions=True)
-        try:
-            while True:  # what the core said last
-                self._receive(self._decoder.decode(await self._socket.recv(zmq.NOBLOCK)))
-        except zmq.Again:
-            pass
+        await self._receive_all()  # what the core said last
         if self._shutting_down:
             self._died("the engine was shut down")
         elif self._process is None:

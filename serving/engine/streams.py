@@ -6,7 +6,7 @@ Only `_send` and how replies reach `_receive` differ. `_receive` may be called f
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 from serving.engine.messages import Abort, Add, CacheFlushed, Command, FlushCache, Refused, Reply
 from serving.errors import EngineDead, InvalidRequest
@@ -31,7 +31,7 @@ class EventStream:
 
     async def get(self) -> TokenEvent:
         """Everything since the last call. Raises the exception that ended the stream."""
-        if not self._arrived:
+        while not self._arrived:  # a wake-up for what the last call took may come late
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 if not self._arrived:  # not even since the waiter became visible to `put`
@@ -73,11 +73,11 @@ class StreamingClient(ABC):
 
     def __init__(self) -> None:
         self.stats = EngineStats()
-        self._streams: dict[str, EventStream] = {}
+        self._streams: dict[str, EventStream] = {}  # until the core's last word, also when nobody listens any more
         self._flushes: deque[tuple[Callable[[Resume], object], asyncio.Future[bool]]] = deque()
         self._dead: EngineDead | None = None
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[TokenEvent]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
         self.check_health()
         if request.request_id in self._streams:
             raise InvalidRequest(f"a request with id {request.request_id!r} is already live", "request_id")
@@ -95,7 +95,6 @@ class StreamingClient(ABC):
                 ended = event.finish_reason is not None
                 yield event
         finally:
-            del self._streams[request.request_id]
             if not ended and self._dead is None:
                 self._send(Abort(request.request_id))
 
@@ -130,11 +129,12 @@ class StreamingClient(ABC):
             case StepOutput(events=events, stats=stats):
                 self.stats = stats
                 for event in events:
-                    if (stream := self._streams.get(event.request_id)) is not None:
-                        stream.put(event)
+                    stream = self._streams[event.request_id]
+                    if event.finish_reason is not None:
+                        del self._streams[event.request_id]
+                    stream.put(event)
             case Refused(request_id=request_id):
-                if (stream := self._streams.get(request_id)) is not None:
-                    stream.put(reply.exception())
+                self._streams.pop(request_id).put(reply.exception())
             case CacheFlushed(empty):
                 wake, flushed = self._flushes.popleft()
                 wake(lambda: flushed.done() or flushed.set_result(empty))
@@ -144,8 +144,8 @@ class StreamingClient(ABC):
         if self._dead is not None:
             return
         self._dead = error = EngineDead(reason)
-        for stream in list(self._streams.values()):
-            stream.put(error)
+        while self._streams:
+            self._streams.popitem()[1].put(error)
         while self._flushes:
             wake, flushed = self._flushes.popleft()
             wake(lambda flushed=flushed: flushed.done() or flushed.set_exception(error))
