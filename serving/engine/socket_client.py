@@ -12,6 +12,8 @@ from serving.engine.process import CoreProcess, describe_death
 from serving.engine.streams import Resume, StreamingClient
 from serving.errors import EngineDead
 
+DAY = 24 * 60 * 60 * 1000  # in milliseconds
+
 
 class SocketClient(StreamingClient):
     """Made by `connect`. A lost connection, noticed within milliseconds, means that the core is gone for good."""
@@ -25,8 +27,9 @@ class SocketClient(StreamingClient):
         self._decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.RECONNECT_IVL, -1)):  # no limits, no reconnecting
-            self._socket.setsockopt(option, value)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # no limit, so that sending never waits
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, DAY)  # in effect never; -1 would drop what is still to be read
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(address)
         self._tasks: list[asyncio.Task[None]] = []
