@@ -7,6 +7,7 @@
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from serving.api.service import Service
 from serving.config import ServerConfig
 from serving.errors import ConfigError, EngineDead
 
+log = logging.getLogger(__name__)
 HEALTH_POLL_SECONDS = 0.25
 LAST_ANSWERS_SECONDS = 2  # for answers that are on their way when the engine has ended
 
@@ -103,13 +105,13 @@ def _signals(handler: Callable[[], None]) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-async def _engine_death(service: Service) -> None:
+async def _engine_death(service: Service) -> EngineDead:
     """Returns when the engine is dead."""
     while True:
         try:
             service.engine.check_health()
-        except EngineDead:
-            return
+        except EngineDead as error:
+            return error
         await asyncio.sleep(HEALTH_POLL_SECONDS)
 
 
@@ -159,6 +161,7 @@ async def serve_apis(service: Service, ports: Ports, on_ready: Callable[[], None
             died = death.done()
             death.cancel()
             if died:
+                log.error("the server ends: %s", death.result())
                 service.lifecycle.draining = True
                 with contextlib.suppress(TimeoutError):  # nobody may be left who could answer
                     await asyncio.wait_for(service.engine.shutdown(0.0), LAST_ANSWERS_SECONDS)

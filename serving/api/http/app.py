@@ -1,4 +1,4 @@
-"""The HTTP front end: routes, and an OpenAPI document made from the very types that are parsed and sent."""
+"""The HTTP front end: its routes, and an OpenAPI document made from the very types that are parsed and sent."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
@@ -36,9 +35,9 @@ WITH_BODY = (400, 404, 413, 415)
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """One operation. `answer` is a msgspec struct, a media type, or None for an empty body."""
+    """One resource. `answer` is a msgspec struct, a media type, or None for an empty body."""
 
-    method: str
+    methods: str  # separated by spaces
     path: str
     endpoint: Endpoint
     answer: type[msgspec.Struct] | str | None
@@ -53,28 +52,28 @@ class Route:
 
 
 ROUTES = (
-    Route(method="POST", path="/v1/completions", endpoint=completions, body=requests.CompletionRequest,
+    Route(methods="POST", path="/v1/completions", endpoint=completions, body=requests.CompletionRequest,
           answer=responses.CompletionResponse, streams=True, errors=(429, 503), summary="Complete prompts"),
-    Route(method="POST", path="/v1/chat/completions", endpoint=chat_completions, body=requests.ChatCompletionRequest,
+    Route(methods="POST", path="/v1/chat/completions", endpoint=chat_completions, body=requests.ChatCompletionRequest,
           answer=responses.ChatResponse, streams=True, errors=(429, 503), summary="Answer a conversation"),
-    Route(method="GET", path="/v1/models", endpoint=ops.models, answer=responses.ModelList, summary="List models"),
-    Route(method="GET", path="/v1/models/{model_id:path}", endpoint=ops.model, answer=responses.ModelCard,
+    Route(methods="GET", path="/v1/models", endpoint=ops.models, answer=responses.ModelList, summary="List models"),
+    Route(methods="GET", path="/v1/models/{model_id:path}", endpoint=ops.model, answer=responses.ModelCard,
           errors=(404,), summary="Describe a model"),
-    Route(method="POST", path="/tokenize", endpoint=ops.tokenize, body=requests.TokenizeRequest,
+    Route(methods="POST", path="/tokenize", endpoint=ops.tokenize, body=requests.TokenizeRequest,
           answer=responses.TokenizeResponse, summary="Text or messages to token ids"),
-    Route(method="POST", path="/detokenize", endpoint=ops.detokenize, body=requests.DetokenizeRequest,
+    Route(methods="POST", path="/detokenize", endpoint=ops.detokenize, body=requests.DetokenizeRequest,
           answer=responses.DetokenizeResponse, summary="Token ids to text"),
-    Route(method="GET", path="/health", endpoint=ops.health, answer=None, errors=(503,), summary="Is the engine alive"),
-    Route(method="GET", path="/ping", endpoint=ops.health, answer=None, errors=(503,), summary="The same as /health"),
-    Route(method="POST", path="/ping", endpoint=ops.health, answer=None, errors=(503,), summary="The same as /health"),
-    Route(method="GET", path="/version", endpoint=ops.version, answer=responses.VersionResponse, summary="Version"),
-    Route(method="GET", path="/metrics", endpoint=ops.metrics, answer="text/plain", summary="Prometheus metrics"),
-    Route(method="GET", path="/load", endpoint=ops.load, answer=responses.LoadResponse, summary="Requests in progress"),
-    Route(method="GET", path="/server_info", endpoint=ops.server_info, answer="application/json",
+    Route(methods="GET", path="/health", endpoint=ops.health, answer=None, errors=(503,), summary="Engine is alive"),
+    Route(methods="GET POST", path="/ping", endpoint=ops.health, answer=None, errors=(503,),
+          summary="The same as /health"),
+    Route(methods="GET", path="/version", endpoint=ops.version, answer=responses.VersionResponse, summary="Version"),
+    Route(methods="GET", path="/metrics", endpoint=ops.metrics, answer="text/plain", summary="Prometheus metrics"),
+    Route(methods="GET", path="/load", endpoint=ops.load, answer=responses.LoadResponse, summary="Live requests"),
+    Route(methods="GET", path="/server_info", endpoint=ops.server_info, answer="application/json",
           summary="Configuration and engine"),
-    Route(method="POST", path="/flush_cache", endpoint=ops.flush_cache, answer=responses.FlushResponse, errors=(503,),
+    Route(methods="POST", path="/flush_cache", endpoint=ops.flush_cache, answer=responses.FlushResponse, errors=(503,),
           summary="Drop the prefix cache (admin)"),
-    Route(method="POST", path="/reset_prefix_cache", endpoint=ops.flush_cache, answer=responses.FlushResponse,
+    Route(methods="POST", path="/reset_prefix_cache", endpoint=ops.flush_cache, answer=responses.FlushResponse,
           errors=(503,), summary="The same as /flush_cache"),
 )  # fmt: skip
 
@@ -94,8 +93,8 @@ def _ref(kind: type) -> dict[str, Any]:
     return {"$ref": REF.format(model=kind.__name__)}
 
 
-def _operation(route: Route) -> dict[str, Any]:
-    """What FastAPI cannot see, because endpoints read the body and make the response themselves."""
+def _operation(route: Route, keys: bool) -> dict[str, Any]:
+    """Written here, not by FastAPI, which cannot see what endpoints read and send by themselves."""
     success: dict[str, Any] = {"description": "Success"}
     if isinstance(route.answer, str):
         kind = "object" if route.answer == "application/json" else "string"
@@ -107,15 +106,15 @@ def _operation(route: Route) -> dict[str, Any]:
     answers = {"200": success}
     for code in route.documented_errors():
         answers[str(code)] = {"description": ERRORS[code], "content": _json(_ref(ErrorResponse))}
-    extra: dict[str, Any] = {"responses": answers}
+    operation: dict[str, Any] = {"summary": route.summary, "responses": answers}
     if route.body is not None:
-        extra["requestBody"] = {"required": True, "content": _json(_ref(route.body))}
+        operation["requestBody"] = {"required": True, "content": _json(_ref(route.body))}
     if "{model_id" in route.path:
-        extra["parameters"] = [{"name": "model_id", "in": "path", "required": True,
+        operation["parameters"] = [{"name": "model_id", "in": "path", "required": True,
                                 "schema": {"type": "string", "minLength": 1}}]
-    if route.path not in OPEN_PATHS:
-        extra["security"] = [{"bearer": []}]
-    return extra
+    if keys and route.path not in OPEN_PATHS:
+        operation["security"] = [{"bearer": []}]
+    return operation
 
 
 def _schemas() -> dict[str, Any]:
@@ -126,36 +125,28 @@ def _schemas() -> dict[str, Any]:
     return {**made.get("$defs", {}), **structs}
 
 
-def _openapi(app: FastAPI, service: Service) -> dict[str, Any]:
-    document = get_openapi(title="Pageloom", version=service.version, routes=app.routes)
-    operations = {(route.path.replace(":path", ""), route.method.lower()): route for route in ROUTES}
-    for path, methods in document["paths"].items():
-        for method, operation in methods.items():
-            operation.update(_operation(operations[path, method]))
+def _openapi(service: Service) -> dict[str, Any]:
+    keys = bool(service.config.api_keys or service.config.admin_api_key)
+    paths: dict[str, Any] = {}
+    for route in ROUTES:
+        path = route.path.replace(":path", "")
+        name = path.strip("/").replace("/", "_").replace("{", "").replace("}", "")
+        for method in route.methods.lower().split():
+            paths.setdefault(path, {})[method] = {"operationId": f"{method}_{name}", **_operation(route, keys)}
     components: dict[str, Any] = {"schemas": _schemas()}
-    if service.config.api_keys or service.config.admin_api_key:
+    components["schemas"]["TokenId"]["maximum"] = service.engine.info.vocab_size - 1
+    if keys:
         components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
-    else:
-        for methods in document["paths"].values():
-            for operation in methods.values():
-                operation.pop("security", None)
-    document["components"] = components
-    return document
+    info = {"title": "Pageloom", "version": service.version}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": components}
 
 
 def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="Pageloom", version=service.version, docs_url=None, redoc_url=None)
     for route in ROUTES:
-        app.add_api_route(route.path, _bind(route, service), methods=[route.method], summary=route.summary,
-                          name=f"{route.method} {route.path}", response_class=Response)
-    document: dict[str, Any] = {}
-
-    def openapi() -> dict[str, Any]:
-        if not document:
-            document.update(_openapi(app, service))
-        return document
-
-    app.openapi = openapi
+        app.add_api_route(route.path, _bind(route, service), methods=route.methods.split(), include_in_schema=False)
+    document = _openapi(service)
+    app.openapi = lambda: document
     install_handlers(app)
     app.add_middleware(RequireKey, config=service.config)
     return app

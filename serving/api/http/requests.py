@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
+from typing_extensions import TypeAliasType
 
 from serving import validation as rules
 from serving.request import SamplingParams
@@ -48,7 +49,8 @@ class TextFormat(Body):
 
 NotYet = Annotated[None, BeforeValidator(_not_supported)]
 Empty = Annotated[list[Any], Field(max_length=0)]
-TokenId = Annotated[int, Field(ge=0, le=rules.INT32_MAX)]
+# Named, so that the document can state this model's vocabulary as the limit.
+TokenId = TypeAliasType("TokenId", Annotated[int, Field(ge=0, le=rules.INT32_MAX)])
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=rules.MAX_STOP_STRING_CHARS)]
 BadWord = Annotated[str, StringConstraints(min_length=1, max_length=rules.MAX_BAD_WORD_CHARS)]
