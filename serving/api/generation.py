@@ -178,7 +178,7 @@ async def _run_sequence(service: Service, request: EngineRequest, sequence: int,
                         interval: int | None) -> AsyncGenerator[Delta]:
     output = SequenceOutput(service.tokenizer, request, sequence, interval)
     timer = service.metrics.sequence(request)
-    reason: FinishReason = "abort"  # unless it gets to an end
+    reason: FinishReason | None = "abort"  # unless it gets to an end
     try:
         async with aclosing(service.engine.generate(request)) as events:
             async for event in events:
@@ -198,10 +198,12 @@ async def _run_sequence(service: Service, request: EngineRequest, sequence: int,
                 yield delta
         raise PageloomError("the engine ended a sequence without a finish reason")
     except Overloaded:
+        reason = None  # it never began
         service.metrics.rejected()
         raise
     finally:
-        timer.end(reason)
+        if reason is not None:
+            timer.end(reason)
 
 
 async def _merge(streams: Sequence[AsyncGenerator[Delta]]) -> AsyncGenerator[Delta]:

@@ -141,7 +141,7 @@ async def serve_apis(service: Service, ports: Ports, on_ready: Callable[[], None
         stop.set()
 
     http = _Uvicorn(uvicorn.Config(
-        create_app(service), log_level="warning", access_log=False, lifespan="off", http="httptools",
+        create_app(service), log_level="warning", access_log=False, lifespan="off", http="httptools", ws="none",
         timeout_graceful_shutdown=LAST_ANSWERS_SECONDS, timeout_keep_alive=75, server_header=False,
     ))  # fmt: skip
     rpc: grpc.aio.Server | None = None

@@ -53,6 +53,7 @@ def assert_error(response: Any, status: int, param: str | None, *words: str) -> 
         (TEXT, {"prompt": [99999]}, "prompt", "99999"),
         (TEXT, {"prompt": "a" * 300}, "prompt", "300 tokens"),
         (TEXT, {"prompt": None}, "prompt", "None"),
+        (TEXT, {"prompt": [[1]] * 100, "n": 41}, "n", "4096"),
         (TEXT, {"stream_options": {"include_usage": True}}, "stream_options", "stream"),
         (TEXT, {"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "stream"),
         (TEXT, {"priority": 1}, "priority", "scheduling-policy"),

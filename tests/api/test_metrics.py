@@ -53,7 +53,7 @@ async def test_histograms_and_counts_of_requests(serve: Serve) -> None:
     assert "# TYPE vllm:time_to_first_token_seconds histogram" in text
     samples = scrape(service)
     finished = {labels[0][1]: value for labels, value in samples["vllm:request_success_total"].items()}
-    assert finished == {"stop": 3, "length": 1, "abort": 1, "error": 0}
+    assert finished == {"stop": 3, "length": 1, "abort": 0, "error": 0}
     assert samples["vllm:admission_rejections_total"] == {(("reason", "queue_full"),): 1}
     assert samples["vllm:time_to_first_token_seconds_count"][()] == 4
     assert samples["vllm:inter_token_latency_seconds_count"][()] == 7 + 7 + 2 + 2

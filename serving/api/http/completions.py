@@ -29,10 +29,11 @@ from serving.api.http.sending import (
     unless_disconnected,
 )
 from serving.api.service import Service
+from serving.errors import InvalidRequest
 from serving.request import EngineRequest
 from serving.tokenizer.detokenizer import IncrementalDetokenizer
 from serving.tokenizer.tokenizer import Tokenizer
-from serving.validation import to_engine_requests
+from serving.validation import MAX_SEQUENCES, to_engine_requests
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -82,9 +83,13 @@ async def prepare(service: Service, body: CompletionRequest) -> Completion:
         logprobs=body.logprobs,
         prompt_logprobs=wants_prompt_logprobs,
     )
+    prompts = await _prompt_ids(service, body)
+    if len(prompts) * sampling.n > MAX_SEQUENCES:
+        raise InvalidRequest(f"n is {sampling.n} for {len(prompts)} prompts, at most {MAX_SEQUENCES} completions "
+                             "may be asked for at a time", "n")
     requests: list[EngineRequest] = []
     echoes: list[list[str]] = []
-    for ids in await _prompt_ids(service, body):
+    for ids in prompts:
         split = to_engine_requests(
             ids, sampling, service.limits, service.tokenizer,
             request_id=body.request_id or "",
