@@ -11,6 +11,8 @@ import math
 import time
 from typing import Protocol
 
+import msgspec
+
 from serving.engine.messages import (
     Abort,
     Add,
@@ -77,24 +79,25 @@ class EngineCore:
         return not self._scheduler.has_work
 
     def _step(self) -> None:
-        clock, seconds = time.perf_counter, self._scheduler.stats.step_seconds
-        started = clock()
+        began = time.perf_counter()
         step = self._scheduler.schedule()
-        seconds["schedule"] = seconds.get("schedule", 0.0) + clock() - started
+        self._add_seconds("schedule", time.perf_counter() - began)
         before, self._in_flight = self._in_flight, None
         if step is not None:
             self._in_flight = step, self._runner.dispatch(step.plan)
         elif before is None and self._scheduler.has_work:
             raise RuntimeError("requests are live, but none can run and none is running")
         if before is not None:
-            result = self._runner.fetch(before[1])
-            started = clock()
-            events = self._scheduler.update(before[0], result)
-            seconds["schedule"] += clock() - started
-            self._count(before[0], result)
-            self._publish(events)
+            self._finish(before[0], self._runner.fetch(before[1]))
         if self._check_integrity:
             self._scheduler.check_integrity()
+
+    def _finish(self, step: Step, result: StepResult) -> None:
+        began = time.perf_counter()
+        events = self._scheduler.update(step, result)
+        self._count(step, result)
+        self._publish(events)
+        self._add_seconds("schedule", time.perf_counter() - began)  # the next message tells it
 
     def _count(self, step: Step, result: StepResult) -> None:
         stats, runner = self._scheduler.stats, self._runner.stats()
@@ -103,10 +106,13 @@ class EngineCore:
         stats.batch_tokens += stats.iteration_tokens
         stats.batch_padding = int(runner["padding_tokens"])
         stats.compile_misses = int(runner["compile_misses"])
-        seconds = stats.step_seconds
-        seconds["pack"], seconds["dispatch"] = runner["pack_seconds"], runner["dispatch_seconds"]
-        seconds["device"] = seconds.get("device", 0.0) + result.device_seconds
-        seconds["fetch"] = seconds.get("fetch", 0.0) + result.fetch_seconds
+        stats.step_seconds["pack"] = runner["pack_seconds"]
+        stats.step_seconds["dispatch"] = runner["dispatch_seconds"]
+        self._add_seconds("device", result.device_seconds)
+        self._add_seconds("fetch", result.fetch_seconds)
+
+    def _add_seconds(self, part: str, seconds: float) -> None:
+        self._scheduler.stats.step_seconds[part] = self._scheduler.stats.step_seconds.get(part, 0.0) + seconds
 
     def _publish(self, events: list[TokenEvent]) -> None:
         """Sends each front end its events. All get the newest books, and one that is gone is noticed."""
@@ -125,7 +131,7 @@ class EngineCore:
     def _stats(self) -> EngineStats:
         """A copy, for the scheduler keeps writing in its own."""
         stats = self._scheduler.snapshot()
-        return EngineStats(**{name: getattr(stats, name) for name in stats.__struct_fields__})
+        return msgspec.structs.replace(stats, step_seconds=dict(stats.step_seconds))
 
     def _serve_commands(self) -> None:
         idle = self._in_flight is None and not self._scheduler.has_work

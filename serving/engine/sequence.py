@@ -51,10 +51,11 @@ class Sequence:
         self.num_cached = -1  # prompt tokens found in the prefix cache at first; -1: never scheduled
         self.queue_time = 0.0
         self.told_first = False  # its first event is out
-        scores_prompt = sampling.prompt_logprobs is not None
-        unknown: list[Logprobs | None] = [None] * self.prompt_len
-        self.prompt_logprobs = unknown if scores_prompt else None
-        self.prompt_targets_end = 1 if scores_prompt else self.prompt_len  # those before have been asked for
+        self.prompt_logprobs: list[Logprobs | None] | None = None
+        self.prompt_targets_end = self.prompt_len  # prompt tokens before here have been asked to be scored
+        if sampling.prompt_logprobs is not None:
+            self.prompt_logprobs = [None for _ in range(self.prompt_len)]
+            self.prompt_targets_end = 1
 
     @property
     def total(self) -> int:

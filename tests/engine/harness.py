@@ -3,13 +3,12 @@
 from dataclasses import dataclass, field
 from random import Random
 
-from fake_runner import EOS, VOCAB, FakeRunner, expected_outputs
-
 from serving.config import EngineConfig
 from serving.engine.scheduler import Scheduler
 from serving.engine.scheduler_config import SchedulerConfig
 from serving.engine.step import Step
 from serving.request import EngineRequest, SamplingParams, TokenEvent
+from tests.engine.fake_runner import EOS, VOCAB, FakeRunner, expected_outputs
 
 
 @dataclass

@@ -5,13 +5,13 @@ import random
 import threading
 
 import pytest
-from fake_runner import EOS, FakeRunner, expected_outputs
-from harness import make_request, random_requests, random_tokens
-from seed_runner import SeedRunner, build, make_info, outputs, request
 
 from serving.config import EngineConfig
 from serving.engine.in_process import InProcessClient
 from serving.errors import EngineDead, InvalidRequest
+from tests.engine.fake_runner import EOS, FakeRunner, expected_outputs
+from tests.engine.harness import make_request, random_requests, random_tokens
+from tests.engine.seed_runner import SeedRunner, build, make_info, outputs, request
 
 
 def make_client(runner=None, **config) -> InProcessClient:

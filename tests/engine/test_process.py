@@ -11,19 +11,19 @@ import time
 from pathlib import Path
 
 import pytest
-from seed_runner import outputs, request
 
 from serving.config import EngineConfig
 from serving.engine.process import launch_core
 from serving.engine.socket_client import SocketClient
 from serving.errors import ConfigError, EngineDead, InvalidRequest, Overloaded
+from tests.engine.seed_runner import outputs, request
 
 pytestmark = pytest.mark.e2e
 
 
 @contextlib.contextmanager
 def core(**config):
-    process = launch_core("seed_runner:build", EngineConfig(check_integrity=True, **config))
+    process = launch_core("tests.engine.seed_runner:build", EngineConfig(check_integrity=True, **config))
     try:
         yield process
     finally:
@@ -80,18 +80,18 @@ def run(scenario, **config):
 
 def test_a_start_up_error_comes_back_as_its_one_line():
     with pytest.raises(ConfigError, match="^no model at /nowhere: give --model a path$"):
-        launch_core("seed_runner:build", EngineConfig(model="bad config"))
+        launch_core("tests.engine.seed_runner:build", EngineConfig(model="bad config"))
 
 
 def test_a_bug_at_start_is_told_with_its_traceback(capfd):
     with pytest.raises(EngineDead, match="died at start with exit code 1; its error is above"):
-        launch_core("seed_runner:build", EngineConfig(model="bug at start"))
+        launch_core("tests.engine.seed_runner:build", EngineConfig(model="bug at start"))
     assert "RuntimeError: a bug in start-up" in capfd.readouterr().err
 
 
 def test_a_kill_at_start_is_named():
     with pytest.raises(EngineDead, match="died at start with signal SIGKILL"):
-        launch_core("seed_runner:build", EngineConfig(model="killed at start"))
+        launch_core("tests.engine.seed_runner:build", EngineConfig(model="killed at start"))
 
 
 def test_connecting_to_nobody():
@@ -215,7 +215,7 @@ def test_100_clients_leave_in_mid_stream_or_while_waiting():
 def test_a_front_end_that_disappears_takes_its_requests_along(how):
     code = """
         import asyncio, sys
-        from seed_runner import request
+        from tests.engine.seed_runner import request
         from serving.engine.socket_client import SocketClient
         async def main():
             client = await SocketClient.connect(sys.argv[1])
@@ -314,7 +314,7 @@ def test_shutdown_aborts_what_does_not_end_in_time():
 def test_the_core_ends_with_its_parent(busy):
     code = """
         import asyncio
-        from seed_runner import request
+        from tests.engine.seed_runner import request
         from serving.config import EngineConfig
         from serving.engine.process import launch_core
         from serving.engine.socket_client import SocketClient
@@ -324,7 +324,7 @@ def test_the_core_ends_with_its_parent(busy):
             async for _ in client.generate(request("a", max_tokens=BUSY)):
                 pass
             await asyncio.sleep(60)
-        asyncio.run(main(launch_core("seed_runner:build", EngineConfig())))
+        asyncio.run(main(launch_core("tests.engine.seed_runner:build", EngineConfig())))
     """.replace("BUSY", "3000" if busy else "1")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(

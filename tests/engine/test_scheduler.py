@@ -1,10 +1,10 @@
 """What a step contains, case by case. Pages of 4 tokens, 8 rows, a budget of 32 tokens unless said otherwise."""
 
 import pytest
-from fake_runner import FakeRunner, expected_outputs
-from harness import Harness, make_request
 
 from serving.errors import InvalidRequest, Overloaded
+from tests.engine.fake_runner import FakeRunner, expected_outputs
+from tests.engine.harness import Harness, make_request
 
 PROMPT = [20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 2, 3, 4, 5, 6, 7]  # 4 pages and 2 tokens
 

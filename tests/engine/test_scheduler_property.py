@@ -4,12 +4,12 @@ check everything after every step; here is only what happens."""
 import random
 
 import pytest
-from fake_runner import FakeRunner
-from harness import Harness, random_requests, random_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.errors import InvalidRequest, Overloaded
+from tests.engine.fake_runner import FakeRunner
+from tests.engine.harness import Harness, random_requests, random_tokens
 
 
 def make_harness(rng: random.Random) -> Harness:
