@@ -5,9 +5,9 @@ Everything that this prints goes to standard error, for the one who started the 
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -47,23 +47,30 @@ class LoadedModel:
         return sum(value.size for value in self.params.values())
 
 
-def load_model(config: EngineConfig, *, progress: bool = False) -> LoadedModel:
-    """Weights on the mesh. Raises ConfigError with one line that says what to do."""
+@contextmanager
+def _open(config: EngineConfig, progress: bool) -> Iterator[Checkpoint]:
+    """Whatever is wrong with the model within the block becomes one line that says what to do, a ConfigError."""
     try:
-        with_path = Path(config.model) if config.model else default_model_path(progress)
-        checkpoint = open_checkpoint(with_path)
-        try:
-            model_config = read_config(checkpoint.config)
-            mesh = make_mesh(parse_mesh(config.mesh))
-            rules = axis_rules(mesh, num_heads=model_config.num_heads, num_kv_heads=model_config.num_kv_heads)
-            dtype = jnp.dtype(choose_dtype() if config.dtype == "auto" else config.dtype)
-            return _load(checkpoint, model_config, rules, dtype, progress)
-        finally:
-            checkpoint.close()
+        with closing(open_checkpoint(config.model or default_model_path(progress))) as checkpoint:
+            yield checkpoint
     except (CheckpointError, UnsupportedModel) as error:
         raise ConfigError(f"--model: {error}") from error
     except MeshError as error:
         raise ConfigError(str(error)) from error
+
+
+def load_model(config: EngineConfig, *, progress: bool = False) -> LoadedModel:
+    """Weights on the mesh. Raises ConfigError."""
+    with _open(config, progress) as checkpoint:
+        return _lay_out(checkpoint, config, progress)
+
+
+def _lay_out(checkpoint: Checkpoint, config: EngineConfig, progress: bool) -> LoadedModel:
+    model_config = read_config(checkpoint.config)
+    mesh = make_mesh(parse_mesh(config.mesh))
+    rules = axis_rules(mesh, num_heads=model_config.num_heads, num_kv_heads=model_config.num_kv_heads)
+    dtype = jnp.dtype(choose_dtype() if config.dtype == "auto" else config.dtype)
+    return _load(checkpoint, model_config, rules, dtype, progress)
 
 
 def _load(
@@ -104,7 +111,9 @@ def choose_dtype() -> str:
 def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[ModelRunner, EngineInfo, tuple[int, ...]]:
     """The runner, what to tell front ends, and the ids that end a generation."""
     use_persistent_cache(config.compilation_cache_dir)
-    loaded = load_model(config, progress=progress)
+    with _open(config, progress) as checkpoint:
+        tokenizer = load_tokenizer(config.tokenizer or str(checkpoint.path))  # quick: fails before the weights are read
+        loaded = _lay_out(checkpoint, config, progress)
     model = loaded.model.config
     runner_config = _runner_config(config, model, loaded.dtype, progress)
     runner = ModelRunner(loaded.model, runner_config)
@@ -124,7 +133,6 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[ModelRun
     )
     if progress:
         _report(runner, loaded, info)
-    tokenizer = load_tokenizer(config.tokenizer or config.model or default_model_path())
     eos_ids = tuple(dict.fromkeys((*model.eos_ids, *tokenizer.eos_ids)))
     return runner, info, eos_ids
 

@@ -1,0 +1,159 @@
+"""How the service ends: by signals, by the death of either process, and by what keeps it from starting."""
+
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.servers import Process, Server, serve, wait_until
+
+LONG = {"prompt": "x", "max_tokens": 480, "ignore_eos": True, "temperature": 0}
+
+
+def ends_within(process: psutil.Process, seconds: float) -> bool:
+    """Whether it ends; a zombie has ended."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+class Streaming(threading.Thread):
+    """Streams one completion and keeps what came."""
+
+    def __init__(self, server: Server, **fields):
+        super().__init__(daemon=True)
+        self.server, self.body = server, {**LONG, **fields, "stream": True}
+        self.frames: list[dict] = []
+        self.done = False  # [DONE] came
+        self.error: Exception | None = None
+        self.start()
+        wait_until(lambda: self.frames or self.error, 30, "the stream starts")
+
+    def run(self) -> None:
+        try:
+            with httpx.stream("POST", f"{self.server.url}/v1/completions", json=self.body, timeout=60) as response:
+                for line in response.iter_lines():
+                    if line.startswith("data: {"):
+                        self.frames.append(json.loads(line[6:]))
+                    self.done |= line == "data: [DONE]"
+        except httpx.HTTPError as error:
+            self.error = error
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.frames[-1]["choices"][0]["finish_reason"]
+
+
+def occupied(server: Server) -> list[threading.Thread]:
+    """Keeps the server busy with answers that nobody streams; `results` of each has its status."""
+    def ask(results: list) -> None:
+        try:
+            results.append(httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=60).status_code)
+        except httpx.HTTPError as error:
+            results.append(error)
+
+    threads = []
+    for _ in range(3):
+        results: list = []
+        thread = threading.Thread(target=ask, args=(results,), daemon=True)
+        thread.results = results  # type: ignore[attr-defined]
+        thread.start()
+        threads.append(thread)
+    wait_until(lambda: server.metrics()["vllm:num_requests_running"] >= 3, 30, "they run")
+    return threads
+
+
+def test_death_of_the_core(start_tiny: Callable[..., Server]):
+    server = start_tiny()
+    waiting = occupied(server)
+    stream = Streaming(server)
+    server.core.kill()
+    start = time.monotonic()
+    statuses = set()
+    while server.popen.poll() is None:
+        try:
+            statuses.add(httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, timeout=5).status_code)
+        except httpx.HTTPError:
+            pass  # it stopped listening
+        assert time.monotonic() - start < 8, "the front end outlived its engine"
+    assert server.wait(5) == 1
+    assert time.monotonic() - start < 5
+    assert statuses <= {503}, statuses
+    for thread in waiting:
+        thread.join(5)
+        assert thread.results == [503]  # type: ignore[attr-defined]
+    stream.join(5)
+    assert stream.error or "error" in stream.frames[-1]
+    assert "the engine core died: signal SIGKILL" in server.log
+
+
+def test_death_of_the_front_end_leaves_no_orphan(start_tiny: Callable[..., Server]):
+    server = start_tiny()
+    Streaming(server)
+    server.signal(signal.SIGKILL)
+    server.wait(5)
+    assert ends_within(server.core, 5), "the core lives on"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_live_requests_finish(start_tiny: Callable[..., Server], number: signal.Signals):
+    server = start_tiny()
+    stream = Streaming(server)
+    server.signal(number)
+    wait_until(lambda: httpx.get(server.url + "/health", timeout=5).status_code == 503, 5, "it drains")
+    assert not stream.done, "too fast to tell anything"
+    assert server.post("/v1/completions", {"prompt": "x"}).status_code == 503
+    assert server.wait(30) == 0
+    stream.join(5)
+    assert stream.done and "error" not in stream.frames[-1], stream.frames[-1]
+    assert stream.finish_reason == "length"
+    assert sum(len(frame["choices"][0]["text"]) > 0 for frame in stream.frames) > 100
+    assert ends_within(server.core, 1)
+
+
+def test_after_the_grace_period_live_requests_are_cancelled(start_tiny: Callable[..., Server]):
+    server = start_tiny("--shutdown-grace-seconds", "0.2")
+    stream = Streaming(server, n=64)  # far more than 0.2 s of work
+    start = time.monotonic()
+    server.signal(signal.SIGTERM)
+    assert server.wait(10) == 0
+    assert time.monotonic() - start < 5
+    stream.join(5)
+    assert not stream.is_alive()
+    assert stream.error or "error" in stream.frames[-1] or stream.finish_reason == "abort", stream.frames[-1]
+
+
+def test_a_second_signal_means_now(start_tiny: Callable[..., Server]):
+    server = start_tiny()
+    Streaming(server, n=64)
+    start = time.monotonic()
+    server.signal(signal.SIGTERM)
+    time.sleep(0.2)
+    server.signal(signal.SIGTERM)
+    assert server.wait(10) == 0
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("flag", ["--port", "--grpc-port"])
+def test_a_busy_port(flag: str, tmp_path: Path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        flags = ["--port", "0"] if flag == "--grpc-port" else []
+        start = time.monotonic()
+        with Process(serve(*flags, flag, port), tmp_path / "log") as process:
+            assert process.wait(60) == 2
+            assert time.monotonic() - start < 20, "it did something slow before it looked at its ports"
+            lines = process.log.splitlines()
+    assert len(lines) == 1 and port in lines[0] and "in use" in lines[0] and flag in lines[0], lines

@@ -1,0 +1,129 @@
+"""Whatever keeps the service from starting as asked: exit code 2 and one line that names the value and the rule."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.e2e.servers import Process, serve
+from tests.e2e.tiny_model import DIM, tensors, write_tiny_model
+
+
+def refusal(folder: Path, *flags: str) -> str:
+    """The line that it prints."""
+    with Process(serve("--port", "0", *flags), folder / "log") as process:
+        assert process.wait(120) == 2, process.log
+        lines = [line for line in process.log.replace("\r", "\n").splitlines() if line and "Loading weights" not in line]
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("pageloom: ")
+    return lines[0]
+
+
+FLAGS = {
+    ("--flavour", "vanilla"): ("--flavour", "--help"),
+    ("--port", "many"): ("--port", "many"),
+    ("--port", "70000"): ("70000", "--port"),
+    ("--dtype", "float12"): ("float12", "bfloat16"),
+    ("--max-model-len", "-5"): ("-5", "--max-model-len", "at least 1"),
+    ("--max-num-seqs", "0"): ("0", "--max-num-seqs"),
+    ("--num-pages", "-1"): ("-1", "--num-pages"),
+    ("--gpu-memory-utilization", "1.5"): ("1.5", "--gpu-memory-utilization"),
+    ("--max-num-batched-tokens", "4", "--max-num-seqs", "8"): ("--max-num-batched-tokens", "4", "8"),
+    ("--mesh", "2x1", "--tensor-parallel-size", "2"): ("--mesh", "--tensor-parallel-size"),
+    ("--chat-template", "/no/such/template"): ("/no/such/template",),
+    ("--model", "/no/such/model.gguf"): ("/no/such/model.gguf", "--model"),
+    ("--tokenizer", "/no/such/tokenizer"): ("/no/such/tokenizer",),
+}
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=" ".join)
+def test_flags(flags: tuple[str, ...], tmp_path: Path):
+    line = refusal(tmp_path, *flags)
+    for part in FLAGS[flags]:
+        assert part in line
+
+
+MESHES = {"3x3": ("9 devices", "has 1"), "pancake=2": ("pancake",), "0x1": ("0",), "2x": ("2x",), "tensor=two": ("two",),
+          "2x1": ("2 devices", "has 1")}  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_meshes(mesh: str, tmp_path: Path):
+    line = refusal(tmp_path, "--mesh", mesh)
+    for part in MESHES[mesh]:
+        assert part in line
+
+
+def _not_a_model(folder: Path) -> Path:
+    path = folder / "notes.gguf"
+    path.write_text("These are notes, not weights.\n" * 10)
+    return path
+
+
+def _cut_off(folder: Path) -> Path:
+    path = write_tiny_model(folder / "model")
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    return path
+
+
+def _without_config(folder: Path) -> Path:
+    path = write_tiny_model(folder / "model")
+    (path / "config.json").unlink()
+    return path
+
+
+def _changed(change: Callable[[dict[str, np.ndarray]], object]) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        weights = tensors()
+        change(weights)
+        return write_tiny_model(folder / "model", weights)
+
+    return make
+
+
+def _empty(folder: Path) -> Path:
+    (folder / "model").mkdir()
+    return folder / "model"
+
+
+MODELS: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
+    "not a model": (_not_a_model, ("notes.gguf",)),
+    "an empty folder": (_empty, ("model",)),
+    "no config": (_without_config, ("config.json",)),
+    "a file cut off": (_cut_off, ("model.safetensors",)),
+    "an unknown architecture": (
+        lambda folder: write_tiny_model(folder / "model", architectures=["PancakeForCausalLM"], model_type="pancake"),
+        ("ancake",)),
+    "a missing tensor": (_changed(lambda w: w.pop("model.layers.1.mlp.up_proj.weight")), ("model.layers.1.mlp.up_proj.weight",)),
+    "a tensor too many": (_changed(lambda w: w.update({"model.pancake.weight": np.ones(3, np.float32)})), ("model.pancake.weight",)),
+    "a wrong shape": (_changed(lambda w: w.update({"model.norm.weight": np.ones(DIM + 1, np.float32)})), ("model.norm.weight", str(DIM + 1))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_models(case: str, tmp_path: Path, tiny_flags: tuple[str, ...]):
+    make, parts = MODELS[case]
+    line = refusal(tmp_path, *tiny_flags, "--model", str(make(tmp_path)))
+    for part in parts:
+        assert part in line
+
+
+def test_a_model_without_a_tokenizer(tmp_path: Path, tiny_flags: tuple[str, ...]):
+    assert "--tokenizer" in refusal(tmp_path, "--model", tiny_flags[1], "--max-num-seqs", "2", "--num-pages", "64",
+                                    "--max-num-batched-tokens", "64")  # fmt: skip
+
+
+def test_a_context_beyond_the_models(tmp_path: Path, tiny_flags: tuple[str, ...]):
+    line = refusal(tmp_path, *tiny_flags, "--max-model-len", "513")
+    assert "513" in line and "512" in line
+
+
+def test_a_config_that_is_not_json(tmp_path: Path, tiny_flags: tuple[str, ...]):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_flags[1], folder)
+    (folder / "config.json").write_text(json.dumps({"a": 1})[:-1])
+    assert "config.json" in refusal(tmp_path, *tiny_flags, "--model", str(folder))
