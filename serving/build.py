@@ -155,6 +155,7 @@ def _runner_config(config: EngineConfig, model: ModelConfig, dtype: jnp.dtype, p
         max_num_seqs=rows,
         max_num_batched_tokens=tokens,
         max_model_len=max_model_len,
+        may_shorten=config.max_model_len is None,
         page_size=config.block_size,
         num_pages=config.num_pages,
         memory_share=config.gpu_memory_utilization,

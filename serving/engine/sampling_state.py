@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from serving.engine.plan import SlotUpdate
+from serving.errors import InvalidRequest
 from serving.request import EngineRequest
 
 if TYPE_CHECKING:
@@ -26,6 +27,17 @@ class SamplingState:
         self._words = tuple((word[:-1], word[-1]) for word in request.bad_words_token_ids if len(word) > 1)
         self._counts = penalizes(request)
         self._sent: tuple[int, ...] | None = None  # bans of the last update; None: the slot is new
+        self._check_something_is_left(sampling.allowed_token_ids)
+
+    def _check_something_is_left(self, allowed: tuple[int, ...] | None) -> None:
+        """Raises `InvalidRequest` if the first token would have to be one that is allowed and banned."""
+        banned = self._always + (self._stops if self._min_tokens else ())
+        if allowed is not None and set(allowed) <= set(banned):
+            raise InvalidRequest(
+                f"allowed_token_ids {list(allowed)} leaves no token: all of them are banned by bad_words, or stop the "
+                f"sequence before min_tokens ({self._min_tokens})",
+                "allowed_token_ids",
+            )
 
     @property
     def needs_outputs(self) -> bool:

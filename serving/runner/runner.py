@@ -40,6 +40,7 @@ class RunnerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int  # tokens
+    may_shorten: bool  # where the KV cache cannot hold a sequence of that length, take a shorter one
     page_size: int
     num_pages: int | None  # None: what fits
     memory_share: float | None
@@ -63,15 +64,15 @@ class ModelRunner:
         self.max_num_seqs, self.max_num_batched_tokens = config.max_num_seqs, config.max_num_batched_tokens
         self.max_model_len, self.page_size = config.max_model_len, config.page_size
         self.vocab_size = model.config.vocab_size
-        self._row_pages = -(-config.max_model_len // config.page_size)
         self._num_logprobs = min(MAX_LOGPROBS, self.vocab_size)
         self.shapes = step_shapes(config.max_num_seqs, config.max_num_batched_tokens)
-        self._packer = Packer(max_num_seqs=config.max_num_seqs, row_pages=self._row_pages)
         self._biased = [False] * config.max_num_seqs
         self._counters = {"pack_seconds": 0.0, "dispatch_seconds": 0.0, "padding_tokens": 0.0}
 
         self.memory: MemoryPlan | None = None
         self.num_pages = config.num_pages or self._fit_pages()
+        self._fit_context()
+        self._packer = Packer(max_num_seqs=config.max_num_seqs, row_pages=self._row_pages)
         shapes = self._state_shapes(self.num_pages)
         self._steps = compile_all(
             {shape: lambda shape=shape: self._lower_step(shape, shapes) for shape in self.shapes},
@@ -84,6 +85,11 @@ class ModelRunner:
         self._compiles.start()
 
     # Set-up
+
+    @property
+    def _row_pages(self) -> int:
+        """Pages of a sequence of full length."""
+        return -(-self.max_model_len // self.page_size)
 
     def _layout(self, num_pages: int) -> KVLayout:
         c = self._model_config
@@ -111,6 +117,18 @@ class ModelRunner:
         )
         # One more page than all rows at full length can use, for the scratch page.
         return min(self.memory.num_pages, self.max_num_seqs * self._row_pages + 1)
+
+    def _fit_context(self) -> None:
+        """A sequence of full length must fit the pool: a longer context would only be refused later."""
+        capacity = (self.num_pages - 1) * self.page_size
+        if self.max_model_len <= capacity:
+            return
+        if not self._config.may_shorten:
+            raise ConfigError(
+                f"--max-model-len {self.max_model_len} does not fit the KV cache of {self.num_pages - 1} pages x "
+                f"{self.page_size} tokens = {capacity}; lower it, or raise --num-pages or --gpu-memory-utilization"
+            )
+        self.max_model_len = capacity
 
     def _lower_step(self, shape: StepShape, state: DeviceState) -> jax.stages.Lowered:
         whole = self._rules.whole

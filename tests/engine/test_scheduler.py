@@ -308,3 +308,17 @@ def test_bad_words_of_several_tokens_wait_for_the_host():
     assert got[:3] == outputs[:3] and got[3] != outputs[3] and outputs[5] not in got
     fed = {row.request_id: row.token_ids for row in harness.plans[2].plan.rows}
     assert fed["a"] is not None and harness.plans[1].plan.num_tokens == 1  # "b" alone
+
+
+# ---- bans
+
+
+@pytest.mark.parametrize("fields", [
+    {"allowed_token_ids": (3, 4), "stop_token_ids": (3, 4), "min_tokens": 2, "max_tokens": 5},
+    {"allowed_token_ids": (3,), "bad_words": ((3,),)},
+], ids=str)  # fmt: skip
+def test_allowed_tokens_that_are_all_banned_are_refused(fields):
+    harness = Harness()
+    with pytest.raises(InvalidRequest, match="leaves no token"):
+        harness.add(make_request("a", [5, 6], **fields))
+    assert not harness.scheduler.has_work
