@@ -37,8 +37,9 @@ class EngineConfig:
 
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_pages"):
             positive(name, getattr(self, name))
-        if self.long_prefill_token_threshold < 0:
-            raise ConfigError(f"--long-prefill-token-threshold is {self.long_prefill_token_threshold}, must be 0 or more")
+        threshold = self.long_prefill_token_threshold
+        if threshold < 0:
+            raise ConfigError(f"--long-prefill-token-threshold is {threshold}, must be 0 or more")
         utilization = self.gpu_memory_utilization
         if utilization is not None and not 0 < utilization <= 1:
             raise ConfigError(f"--gpu-memory-utilization is {utilization}, must be in (0, 1]")

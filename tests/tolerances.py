@@ -1,4 +1,4 @@
-"""How far a result may be from its float32 reference, by the dtype that computed it. Loosening one is a reviewed change."""
+"""How far a result may be from its float32 reference, by the dtype that computed it. Loosening one needs review."""
 
 ATTENTION = {
     "float32": 1e-5,  # same arithmetic in another order

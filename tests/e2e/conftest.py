@@ -11,7 +11,7 @@ from tests.e2e.servers import Gateway, Server
 from tests.e2e.tiny_model import write_tiny_model
 
 # Few compiled shapes: what start-up costs with a cold cache.
-REAL = ("--max-model-len", "1024", "--max-num-seqs", "16", "--max-num-batched-tokens", "128", "--check-integrity")
+REAL = ("--max-num-seqs", "16", "--max-num-batched-tokens", "128", "--check-integrity")
 TINY = ("--max-model-len", "512", "--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--num-pages", "512")
 TEST_SECONDS = 300
 
@@ -33,7 +33,8 @@ def _check_and_stop(server: Server) -> None:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The default model with room for everything. All that the tests did to it must leave it idle and uncompiled."""
-    with Server(*REAL, "--num-pages", "512", log=tmp_path_factory.mktemp("server") / "log") as server:
+    flags = (*REAL, "--max-model-len", "1024", "--num-pages", "512")
+    with Server(*flags, log=tmp_path_factory.mktemp("server") / "log") as server:
         yield server
         _check_and_stop(server)
 
@@ -41,7 +42,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def small_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The default model with a KV pool of 640 tokens: a few long sequences fill it."""
-    with Server(*REAL, "--num-pages", "41", log=tmp_path_factory.mktemp("small-pool") / "log") as server:
+    flags = (*REAL, "--max-model-len", "512", "--num-pages", "41")
+    with Server(*flags, log=tmp_path_factory.mktemp("small-pool") / "log") as server:
         yield server
         _check_and_stop(server)
 
@@ -50,13 +52,6 @@ def small_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def tiny_flags(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     folder = write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
     return ("--model", str(folder), "--tokenizer", str(default_model_path()), *TINY)
-
-
-@pytest.fixture(scope="session")
-def tiny_server(tmp_path_factory: pytest.TempPathFactory, tiny_flags: tuple[str, ...]) -> Iterator[Server]:
-    with Server(*tiny_flags, log=tmp_path_factory.mktemp("tiny") / "log") as server:
-        yield server
-        _check_and_stop(server)
 
 
 @pytest.fixture

@@ -22,7 +22,8 @@ GRPC = re.compile(r"gRPC .* at (\S+)")
 
 def environment() -> dict[str, str]:
     """This process' environment without what tests/conftest.py set for simulated devices."""
-    return {name: value for name, value in os.environ.items() if name == "JAX_PLATFORMS" or not name.startswith(("XLA", "JAX"))}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("XLA", "JAX"))}
+    return {**kept, "JAX_PLATFORMS": "cpu"}
 
 
 def serve(*flags: str) -> list[str]:

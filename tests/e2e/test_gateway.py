@@ -23,7 +23,8 @@ def test_chat(gateway: Gateway, server: Server):
         answer = client.chat.completions.create(model=model_of(gateway), messages=FRANCE, temperature=0)
         assert answer.choices[0].message.content == "The capital of France is Paris."
         assert answer.choices[0].finish_reason == "stop"
-        chunks = list(client.chat.completions.create(model=model_of(gateway), messages=FRANCE, temperature=0, stream=True))
+        chunks = list(client.chat.completions.create(model=model_of(gateway), messages=FRANCE, temperature=0,
+                                                     stream=True))  # fmt: skip
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "The capital of France is Paris."
         assert len(chunks) >= 7
     assert server.metrics()["vllm:generation_tokens_total"] == before + 16
@@ -31,16 +32,19 @@ def test_chat(gateway: Gateway, server: Server):
 
 def test_sampling_fields_arrive(gateway: Gateway, server: Server):
     with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", timeout=60, max_retries=0) as client:
+        model = model_of(gateway)
+
         def ask(**fields) -> str | None:
-            return client.chat.completions.create(model=model_of(gateway), messages=FRANCE, **fields).choices[0].message.content
+            return client.chat.completions.create(model=model, messages=FRANCE, **fields).choices[0].message.content
 
         assert ask(temperature=0, max_completion_tokens=3) == "The capital of"
         assert ask(temperature=0, stop=["France"]) == "The capital of "
         assert ask(temperature=1, seed=3, max_tokens=8) == ask(temperature=1, seed=3, max_tokens=8)
-        logprobs = client.chat.completions.create(model=model_of(gateway), messages=FRANCE, temperature=0, logprobs=True,
+        logprobs = client.chat.completions.create(model=model, messages=FRANCE, temperature=0, logprobs=True,
                                                   top_logprobs=2).choices[0].logprobs  # fmt: skip
     assert logprobs is not None and logprobs.content is not None
-    direct = server.post("/v1/chat/completions", {"messages": FRANCE, "temperature": 0, "logprobs": True, "top_logprobs": 2})
+    body = {"messages": FRANCE, "temperature": 0, "logprobs": True, "top_logprobs": 2}
+    direct = server.post("/v1/chat/completions", body)
     expected = [token["logprob"] for token in direct.json()["choices"][0]["logprobs"]["content"]]
     ours = [token.logprob for token in logprobs.content]
     assert all(abs(a - b) < 1e-3 for a, b in zip(ours, expected, strict=False))

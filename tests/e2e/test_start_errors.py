@@ -16,7 +16,8 @@ def refusal(folder: Path, *flags: str) -> str:
     """The line that it prints."""
     with Process(serve("--port", "0", *flags), folder / "log") as process:
         assert process.wait(120) == 2, process.log
-        lines = [line for line in process.log.replace("\r", "\n").splitlines() if line and "Loading weights" not in line]
+        lines = process.log.replace("\r", "\n").splitlines()
+    lines = [line for line in lines if line and "Loading weights" not in line]
     assert len(lines) == 1, lines
     assert lines[0].startswith("pageloom: ")
     return lines[0]
@@ -46,8 +47,10 @@ def test_flags(flags: tuple[str, ...], tmp_path: Path):
         assert part in line
 
 
-MESHES = {"3x3": ("9 devices", "has 1"), "pancake=2": ("pancake",), "0x1": ("0",), "2x": ("2x",), "tensor=two": ("two",),
-          "2x1": ("2 devices", "has 1")}  # fmt: skip
+MESHES = {
+    "3x3": ("9 devices", "has 1"), "2x1": ("2 devices", "has 1"), "pancake=2": ("pancake",), "0x1": ("0",),
+    "2x": ("2x",), "tensor=two": ("two",),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -76,13 +79,13 @@ def _without_config(folder: Path) -> Path:
     return path
 
 
-def _changed(change: Callable[[dict[str, np.ndarray]], object]) -> Callable[[Path], Path]:
-    def make(folder: Path) -> Path:
-        weights = tensors()
-        change(weights)
-        return write_tiny_model(folder / "model", weights)
+def _without(name: str) -> Callable[[Path], Path]:
+    kept = {other: value for other, value in tensors().items() if other != name}
+    return lambda folder: write_tiny_model(folder / "model", kept)
 
-    return make
+
+def _with(name: str, size: int) -> Callable[[Path], Path]:
+    return lambda folder: write_tiny_model(folder / "model", {**tensors(), name: np.ones(size, np.float32)})
 
 
 def _empty(folder: Path) -> Path:
@@ -97,10 +100,11 @@ MODELS: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     "a file cut off": (_cut_off, ("model.safetensors",)),
     "an unknown architecture": (
         lambda folder: write_tiny_model(folder / "model", architectures=["PancakeForCausalLM"], model_type="pancake"),
-        ("ancake",)),
-    "a missing tensor": (_changed(lambda w: w.pop("model.layers.1.mlp.up_proj.weight")), ("model.layers.1.mlp.up_proj.weight",)),
-    "a tensor too many": (_changed(lambda w: w.update({"model.pancake.weight": np.ones(3, np.float32)})), ("model.pancake.weight",)),
-    "a wrong shape": (_changed(lambda w: w.update({"model.norm.weight": np.ones(DIM + 1, np.float32)})), ("model.norm.weight", str(DIM + 1))),
+        ("ancake",),
+    ),
+    "a missing tensor": (_without("model.layers.1.mlp.up_proj.weight"), ("model.layers.1.mlp.up_proj.weight",)),
+    "a tensor too many": (_with("model.pancake.weight", 3), ("model.pancake.weight",)),
+    "a wrong shape": (_with("model.norm.weight", DIM + 1), ("model.norm.weight", str(DIM + 1))),
 }  # fmt: skip
 
 

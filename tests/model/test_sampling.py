@@ -112,7 +112,9 @@ def test_tiny_temperatures_are_greedy_and_finite(temperature):
 
 def test_a_row_is_the_same_alone_and_in_any_batch():
     logits = logits_of(3, rows=8)
-    fields = [{"seed": i, "output_index": i * 7, "temperature": 0.5 + i / 4, "top_p": 0.9, "top_k": i} for i in range(8)]
+    fields = [
+        {"seed": i, "output_index": i * 7, "temperature": 0.5 + i / 4, "top_p": 0.9, "top_k": i} for i in range(8)
+    ]
     together = np.asarray(run(logits, rows(*fields), ALL, state())[0])
     alone = [int(run(logits[i : i + 1], rows(fields[i]), ALL, state())[0][0]) for i in range(8)]
     assert together.tolist() == alone

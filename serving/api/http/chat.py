@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from serving.api.generation import Delta, generate
 from serving.api.http.body import read_body
+from serving.api.http.errors import CLIENT_CLOSED_REQUEST
 from serving.api.http.logprobs import chat_logprobs, prompt_logprobs
 from serving.api.http.requests import ChatCompletionRequest, ChatPrompt
 from serving.api.http.responses import (
@@ -27,7 +28,6 @@ from serving.api.http.responses import (
     usage,
 )
 from serving.api.http.sending import (
-    CLIENT_CLOSED_REQUEST,
     SSE_DONE,
     event_stream,
     json_response,

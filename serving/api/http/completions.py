@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from serving.api.generation import Delta, generate
 from serving.api.http.body import read_body
+from serving.api.http.errors import CLIENT_CLOSED_REQUEST
 from serving.api.http.logprobs import completion_logprobs, prompt_logprobs
 from serving.api.http.requests import CompletionRequest
 from serving.api.http.responses import (
@@ -21,7 +22,6 @@ from serving.api.http.responses import (
     usage,
 )
 from serving.api.http.sending import (
-    CLIENT_CLOSED_REQUEST,
     SSE_DONE,
     event_stream,
     json_response,

@@ -7,12 +7,14 @@ from fastapi import FastAPI, Request
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from serving.errors import InvalidRequest, Overloaded, PageloomError
 
 log = logging.getLogger(__name__)
 
+CLIENT_CLOSED_REQUEST = 499  # for the log only: nobody reads it
 REPLACED_FIELDS = {
     "guided_json": "structured_outputs.json",
     "guided_regex": "structured_outputs.regex",
@@ -117,6 +119,10 @@ def install_handlers(app: FastAPI) -> None:
         return _respond(ErrorResponse(ErrorInfo(message=message, type=kind, code=error.status_code)),
                         dict(error.headers or {}))
 
+    async def gone(_: Request, error: Exception) -> Response:
+        assert isinstance(error, ClientDisconnect)  # before its body was read
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
     async def unknown(request: Request, error: Exception) -> Response:
         log.exception("%s %s failed", request.method, request.url.path, exc_info=error)
         return error_response(PageloomError(f"internal error: {type(error).__name__}"))
@@ -124,4 +130,5 @@ def install_handlers(app: FastAPI) -> None:
     app.add_exception_handler(PageloomError, known)
     app.add_exception_handler(ValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(ClientDisconnect, gone)
     app.add_exception_handler(Exception, unknown)

@@ -10,12 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from serving.api.http.errors import error_body
+from serving.api.http.errors import CLIENT_CLOSED_REQUEST, error_body
 from serving.errors import PageloomError
 
 Result = TypeVar("Result")
 SSE_DONE = b"data: [DONE]\n\n"
-CLIENT_CLOSED_REQUEST = 499  # for the log only: nobody reads it
 
 
 def json_response(body: Any) -> Response:
