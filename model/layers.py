@@ -21,9 +21,14 @@ def param(shape: tuple[int, ...], axes: Axes, *, rngs: nnx.Rngs, dtype: jnp.dtyp
     return nnx.Param(value, axes=axes)
 
 
+def project_wide(equation: str, x: jax.Array, kernel: nnx.Param) -> jax.Array:
+    """A matrix product in float32, for what is computed on before it is rounded."""
+    return jnp.einsum(equation, x, kernel[...], preferred_element_type=jnp.float32)
+
+
 def project(equation: str, x: jax.Array, kernel: nnx.Param) -> jax.Array:
     """A matrix product accumulated in float32 and cast back once."""
-    return jnp.einsum(equation, x, kernel[...], preferred_element_type=jnp.float32).astype(x.dtype)
+    return project_wide(equation, x, kernel).astype(x.dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -100,10 +105,10 @@ class MLP(nnx.Module):
             self.down_bias = param((D,), ("embed",), rngs=rngs, dtype=dtype)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        gate, up = project("td,df->tf", x, self.gate), project("td,df->tf", x, self.up)
+        gate, up = project_wide("td,df->tf", x, self.gate), project_wide("td,df->tf", x, self.up)
         if self.has_bias:
             gate, up = gate + self.gate_bias[...], up + self.up_bias[...]
-        out = project("tf,fd->td", jax.nn.silu(gate) * up, self.down)
+        out = project("tf,fd->td", (jax.nn.silu(gate) * up).astype(x.dtype), self.down)
         return out + self.down_bias[...] if self.has_bias else out
 
 

@@ -12,7 +12,7 @@ from scripts.bench_lib.serve import random_prompt
 
 
 def main(args: argparse.Namespace) -> None:
-    from serving.llm import LLM
+    from serving.llm import LLM, Prompt
     from serving.request import SamplingParams
 
     start = time.perf_counter()
@@ -24,7 +24,7 @@ def main(args: argparse.Namespace) -> None:
 
     def rate(streams: int, input_tokens: int, output_tokens: int, counted: int) -> float:
         """Counted tokens a request, over the seconds of one batch."""
-        prompts = [{"prompt_token_ids": random_prompt(generator, input_tokens)} for _ in range(streams)]
+        prompts: list[Prompt] = [{"prompt_token_ids": random_prompt(generator, input_tokens)} for _ in range(streams)]
         sampling = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
         begin = time.perf_counter()
         llm.generate(prompts, sampling, use_tqdm=False)
