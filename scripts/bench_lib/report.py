@@ -66,12 +66,15 @@ def save_picture(path: Path, levels: list[Level], title: str) -> None:
 
     streams = [level.concurrency for level in levels]
     figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
-    axes[0].plot(streams, [level.output_tokens_per_second for level in levels], marker="o")
-    axes[0].set(title="Throughput", ylabel="output tokens / s", ylim=(0, None))
+    rates = [level.output_tokens_per_second for level in levels]
+    axes[0].plot(streams, rates, marker="o")
+    for count, rate in zip(streams, rates, strict=True):
+        axes[0].annotate(f"{rate:.0f}", (count, rate), textcoords="offset points", xytext=(0, 7), ha="center")
+    axes[0].set(title="Throughput", ylabel="output tokens / s", ylim=(0, 1.12 * max(rates)))
     for axis, name in ((axes[1], "ttft_ms"), (axes[2], "tpot_ms")):
-        for percent in PERCENTILES:
+        for percent, style in zip(PERCENTILES, ("o-", "^--", "x:"), strict=True):  # they may lie on each other
             values = [getattr(level, name).get(f"p{percent}", float("nan")) for level in levels]
-            axis.plot(streams, values, marker="o", label=f"P{percent}")
+            axis.plot(streams, values, style, label=f"P{percent}")
         axis.set(title=name.split("_")[0].upper(), ylabel="ms", ylim=(0, None))
         axis.legend()
     for axis in axes:

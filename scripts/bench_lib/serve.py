@@ -60,7 +60,7 @@ async def run_prefill(client: Client, generator: random.Random, args: argparse.N
 
 
 def main(args: argparse.Namespace) -> None:
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 140)  # a log file has room for the table
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
