@@ -36,12 +36,12 @@ def main() -> None:
         ports = bind_ports(config)
         config = _resolve(config)
         code = _run(config, ports, started)
-    except ConfigError as error:
+    except EngineDead as error:
+        print(f"pageloom: {error}", file=sys.stderr)
+        code = 1
+    except (PageloomError, CheckpointError) as error:
         print(f"pageloom: {error}", file=sys.stderr)
         code = 2
-    except (EngineDead, CheckpointError) as error:
-        print(f"pageloom: {error}", file=sys.stderr)
-        code = 1 if isinstance(error, EngineDead) else 2
     except KeyboardInterrupt:
         code = 130
     sys.exit(code)
@@ -67,8 +67,6 @@ def _run(config: ServerConfig, ports: Ports, started: float) -> int:
         core = launch_core(BUILD, config.engine)
         try:
             return uvloop.run(_serve(config, ports, core, loading.result(), started))
-        except PageloomError as error:
-            raise ConfigError(str(error)) from error
         finally:
             core.kill()
 
@@ -89,12 +87,13 @@ async def _serve(config: ServerConfig, ports: Ports, core: CoreProcess, tokenize
 
 
 def _print_ready(config: ServerConfig, ports: Ports, name: str, started: float) -> None:
-    base = f"http://{config.host}:{ports.http_port}"
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    base = f"http://{host}:{ports.http_port}"
     key = ' -H "Authorization: Bearer $API_KEY"' if config.api_keys else ""
     body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}'
     lines = [f"Ready after {time.time() - started:.1f} s: {name} at {base}/v1"]
     if ports.grpc_port is not None:
-        lines.append(f"gRPC (vllm.grpc.engine.VllmEngine) at {config.host}:{ports.grpc_port}")
+        lines.append(f"gRPC (vllm.grpc.engine.VllmEngine) at {host}:{ports.grpc_port}")
     lines += ["Try it:", f"  curl {base}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"]
     print("\n".join(lines), flush=True)
 

@@ -85,12 +85,9 @@ def _rope_scaling(file: GGUFFile, location: str, get: Any, has: Any, config: dic
     kind = get("rope.scaling.type", "none")
     if kind == "none":
         return None
-    if kind not in ("linear", "yarn"):
-        raise CheckpointError(f"{location}: rope scaling {kind!r} is not supported (supported: none, linear, yarn)")
-    scaling = {"rope_type": kind, "factor": get("rope.scaling.factor")}
-    if kind == "yarn" and has("rope.scaling.original_context_length"):
-        scaling["original_max_position_embeddings"] = get("rope.scaling.original_context_length")
-    return scaling
+    if kind != "linear":
+        raise CheckpointError(f"{location}: rope scaling {kind!r} is not supported (supported: none, linear)")
+    return {"rope_type": kind, "factor": get("rope.scaling.factor")}
 
 
 def llama3_rule(divisors: np.ndarray, theta: float, head_dim: int, location: str) -> dict:

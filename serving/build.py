@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from checkpoints.default_model import default_model_path
 from checkpoints.errors import CheckpointError
@@ -24,15 +23,16 @@ from model.families.common import UnsupportedModel, param_sources
 from model.families.registry import read_config
 from model.transformer import Path as ParamPath
 from model.transformer import Transformer, abstract_model, param_axes, with_params
-from pallas_kernels.ragged_paged_attention.api import KVLayout, ragged_paged_attention
+from pallas_kernels.ragged_paged_attention.api import ragged_paged_attention
 from serving.config import EngineConfig
 from serving.errors import ConfigError
 from serving.request import EngineInfo
 from serving.runner.compiler import use_persistent_cache
+from serving.runner.memory import bytes_per_device
 from serving.runner.runner import ModelRunner, RunnerConfig
 from serving.tokenizer.load import load_tokenizer
 from sharding.mesh import MeshError, make_mesh, parse_mesh
-from sharding.rules import AxisRules, axis_rules
+from sharding.rules import axis_rules
 
 
 @dataclass(frozen=True)
@@ -62,20 +62,15 @@ def _open(config: EngineConfig, progress: bool) -> Iterator[Checkpoint]:
 def load_model(config: EngineConfig, *, progress: bool = False) -> LoadedModel:
     """Weights on the mesh. Raises ConfigError."""
     with _open(config, progress) as checkpoint:
-        return _lay_out(checkpoint, config, progress)
-
-
-def _lay_out(checkpoint: Checkpoint, config: EngineConfig, progress: bool) -> LoadedModel:
-    model_config = read_config(checkpoint.config)
-    mesh = make_mesh(parse_mesh(config.mesh))
-    rules = axis_rules(mesh, num_heads=model_config.num_heads, num_kv_heads=model_config.num_kv_heads)
-    dtype = jnp.dtype(choose_dtype() if config.dtype == "auto" else config.dtype)
-    return _load(checkpoint, model_config, rules, dtype, progress)
+        return _load(checkpoint, read_config(checkpoint.config), config, progress)
 
 
 def _load(
-    checkpoint: Checkpoint, config: ModelConfig, rules: AxisRules, dtype: jnp.dtype, progress: bool
+    checkpoint: Checkpoint, config: ModelConfig, engine: EngineConfig, progress: bool
 ) -> LoadedModel:
+    mesh = make_mesh(parse_mesh(engine.mesh))
+    rules = axis_rules(mesh, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads)
+    dtype = jnp.dtype(choose_dtype() if engine.dtype == "auto" else engine.dtype)
     model = abstract_model(config, rules, ragged_paged_attention, dtype)
     axes = param_axes(model)
     shapes = {path: shape for path, (shape, _) in axes.items()}
@@ -94,29 +89,27 @@ def choose_dtype() -> str:
     others (and jax before 0.11) many times slower."""
     if jax.default_backend() != "cpu":
         return "bfloat16"
-    seconds = {}
-    for dtype in ("bfloat16", "float32"):
-        x, w = jnp.ones((8, 576), dtype), jnp.ones((576, 1536), dtype)
-        multiply = jax.jit(lambda x, w: jnp.einsum("td,df->tf", x, w, preferred_element_type=jnp.float32))
-        jax.block_until_ready(multiply(x, w))
-        laps = []
-        for _ in range(5):
+    multiply = jax.jit(lambda x, w: jnp.einsum("td,df->tf", x, w, preferred_element_type=jnp.float32))
+    operands = {dtype: (jnp.ones((8, 1024), dtype), jnp.ones((1024, 4096), dtype)) for dtype in ("bfloat16", "float32")}
+    best = dict.fromkeys(operands, float("inf"))
+    for _ in range(20):  # in turn, and the best lap counts: other programs disturb both alike
+        for dtype, args in operands.items():
             start = time.perf_counter()
-            jax.block_until_ready(multiply(x, w))
-            laps.append(time.perf_counter() - start)
-        seconds[dtype] = min(laps)
-    return "bfloat16" if seconds["bfloat16"] < seconds["float32"] * 1.2 else "float32"
+            jax.block_until_ready(multiply(*args))
+            best[dtype] = min(best[dtype], time.perf_counter() - start)
+    return "bfloat16" if best["bfloat16"] < best["float32"] else "float32"
 
 
 def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[ModelRunner, EngineInfo, tuple[int, ...]]:
     """The runner, what to tell front ends, and the ids that end a generation."""
     use_persistent_cache(config.compilation_cache_dir)
     with _open(config, progress) as checkpoint:
-        tokenizer = load_tokenizer(config.tokenizer or str(checkpoint.path))  # quick: fails before the weights are read
-        loaded = _lay_out(checkpoint, config, progress)
-    model = loaded.model.config
-    runner_config = _runner_config(config, model, loaded.dtype, progress)
-    runner = ModelRunner(loaded.model, runner_config)
+        # What is quick comes first, so that a mistake shows before the weights are read.
+        model = read_config(checkpoint.config)
+        runner_config = _runner_config(config, model, progress)
+        tokenizer = load_tokenizer(config.tokenizer or str(checkpoint.path))
+        loaded = _load(checkpoint, model, config, progress)
+    runner = ModelRunner(loaded.model, runner_config, loaded.dtype)
     info = EngineInfo(
         max_model_len=runner.max_model_len,
         vocab_size=model.vocab_size,
@@ -125,7 +118,7 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[ModelRun
         num_pages=runner.num_pages,
         page_size=runner.page_size,
         dtype=str(loaded.dtype),
-        kv_cache_dtype=str(runner_config.kv_dtype),
+        kv_cache_dtype=str(loaded.dtype),
         attention_backend="xla",
         mesh=str(parse_mesh(config.mesh)),
         model_family=model.family,
@@ -137,7 +130,7 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[ModelRun
     return runner, info, eos_ids
 
 
-def _runner_config(config: EngineConfig, model: ModelConfig, dtype: jnp.dtype, progress: bool) -> RunnerConfig:
+def _runner_config(config: EngineConfig, model: ModelConfig, progress: bool) -> RunnerConfig:
     on_cpu = jax.default_backend() == "cpu"
     max_model_len = config.max_model_len or model.max_position
     if max_model_len > model.max_position:
@@ -159,7 +152,6 @@ def _runner_config(config: EngineConfig, model: ModelConfig, dtype: jnp.dtype, p
         page_size=config.block_size,
         num_pages=config.num_pages,
         memory_share=config.gpu_memory_utilization,
-        kv_dtype=dtype,
         progress=progress,
     )
 
@@ -167,22 +159,23 @@ def _runner_config(config: EngineConfig, model: ModelConfig, dtype: jnp.dtype, p
 def _report(runner: ModelRunner, loaded: LoadedModel, info: EngineInfo) -> None:
     """What was chosen, and what could not be sharded."""
     model, rules, memory = loaded.model.config, loaded.model.rules, runner.memory
-    layout = KVLayout(num_layers=model.num_layers, num_pages=info.num_pages, page_size=info.page_size,
-                      num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype=np.dtype(info.kv_cache_dtype))
     tokens = (info.num_pages - 1) * info.page_size
-    weights = sum(value.nbytes for value in loaded.params.values())
+    weights = bytes_per_device(list(loaded.params.values()))
+    on_each = " on each device" if rules.mesh.size > 1 else ""
     lines = [
         f"Model {model.family}: {info.num_parameters / 1e6:.1f}M parameters, {model.num_layers} layers, {info.dtype}, "
-        f"{weights / 1e6:.0f} MB",
-        f"Mesh {info.mesh} on {jax.default_backend()} ({loaded.model.rules.mesh.size} of {jax.device_count()} devices)",
+        f"{weights / 1e6:.0f} MB{on_each}",
+        f"Mesh {info.mesh} on {jax.default_backend()} ({rules.mesh.size} of {jax.device_count()} devices)",
         *(f"Replicated: {axis}: {why}" for axis, why in rules.replicated.items()),
         f"KV cache: {info.num_pages - 1} pages of {info.page_size} tokens = {tokens} tokens, "
-        f"{layout.page_bytes * info.num_pages / 1e6:.0f} MB, {tokens / info.max_model_len:.1f} sequences of "
+        f"{runner.kv_bytes / 1e6:.0f} MB{on_each}, {tokens / info.max_model_len:.1f} sequences of "
         f"{info.max_model_len} tokens",
     ]
+    if info.max_model_len < model.max_position:
+        lines.append(f"Context: {info.max_model_len} tokens, of the {model.max_position} that the model could use")
     if memory is not None:
         lines.append(
-            f"Memory: {memory.share:.0%} of {memory.limit / 1e9:.1f} GB may be used: weights and state "
+            f"Memory: {memory.share:.1%} of {memory.limit / 1e9:.1f} GB may be used: weights and state "
             f"{memory.fixed / 1e6:.0f} MB, a step's temporaries {memory.temporary / 1e6:.0f} MB, the rest KV"
         )
     lines.append(f"Steps: up to {info.max_num_seqs} sequences and {info.max_num_batched_tokens} tokens, "

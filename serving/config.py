@@ -6,6 +6,7 @@ from typing import Literal
 from serving.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16"]
+MAX_LOGPROBS = 20  # the device computes no more for a token; a server may allow fewer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +17,6 @@ class EngineConfig:
     tokenizer: str | None = None  # None: from the model
     dtype: Dtype = "auto"
     mesh: str = "1x1"
-    seed: int = 0
     max_model_len: int | None = None  # tokens, prompt and output together
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None  # token budget of a step
@@ -31,15 +31,10 @@ class EngineConfig:
     check_integrity: bool = False  # check the KV books after every step (tests)
 
     def __post_init__(self) -> None:
-        def positive(name: str, value: int | None) -> None:
-            if value is not None and value < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} is {value}, must be at least 1")
-
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_pages"):
-            positive(name, getattr(self, name))
-        threshold = self.long_prefill_token_threshold
-        if threshold < 0:
-            raise ConfigError(f"--long-prefill-token-threshold is {threshold}, must be 0 or more")
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_pages",
+                     "max_num_waiting"):
+            _at_least(1, name, getattr(self, name))
+        _at_least(0, "long_prefill_token_threshold", self.long_prefill_token_threshold)
         utilization = self.gpu_memory_utilization
         if utilization is not None and not 0 < utilization <= 1:
             raise ConfigError(f"--gpu-memory-utilization is {utilization}, must be in (0, 1]")
@@ -62,6 +57,19 @@ class ServerConfig:
     admin_api_key: str | None = None  # None: the API keys also open the admin endpoints
     chat_template: str | None = None
     max_body_bytes: int = 32 << 20
-    max_logprobs: int = 20
+    max_logprobs: int = MAX_LOGPROBS
     stream_interval: int = 1  # tokens between two streamed chunks
     shutdown_grace_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_body_bytes", "stream_interval"):
+            _at_least(1, name, getattr(self, name))
+        for name in ("port", "grpc_port", "shutdown_grace_seconds"):
+            _at_least(0, name, getattr(self, name))
+        if not 0 <= self.max_logprobs <= MAX_LOGPROBS:
+            raise ConfigError(f"--max-logprobs is {self.max_logprobs}, must be in 0 to {MAX_LOGPROBS}")
+
+
+def _at_least(least: int, name: str, value: float | None) -> None:
+    if value is not None and not value >= least:
+        raise ConfigError(f"--{name.replace('_', '-')} is {value}, must be at least {least}")

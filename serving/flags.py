@@ -13,6 +13,15 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (--help lists the flags)")
 
 
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Appends the default, where there is one to tell."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, "", [], False):
+            return action.help
+        return super()._get_help_string(action)
+
+
 def parse_flags(argv: Sequence[str]) -> ServerConfig:
     """Raises ConfigError with one line for a bad flag."""
     args = _parser().parse_args(argv)
@@ -58,7 +67,7 @@ def parse_flags(argv: Sequence[str]) -> ServerConfig:
 
 def _parser() -> _Parser:
     parser = _Parser(prog="python -m serve", description="Serve a large language model over HTTP (OpenAI) and gRPC.",
-                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+                     formatter_class=_Formatter)
     engine, server = EngineConfig(), ServerConfig()
     model = parser.add_argument_group("model")
     model.add_argument("--model", default="", metavar="PATH",

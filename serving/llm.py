@@ -24,7 +24,7 @@ from serving.api.service import Service
 from serving.build import build_core
 from serving.config import EngineConfig, ServerConfig
 from serving.engine.in_process import InProcessClient
-from serving.errors import InvalidRequest
+from serving.errors import EngineDead, InvalidRequest
 from serving.metrics import Metrics
 from serving.request import Logprobs, SamplingParams
 from serving.tokenizer.load import load_tokenizer
@@ -143,6 +143,8 @@ class LLM:
         return results
 
     def close(self) -> None:
+        if self._loop.is_closed():
+            return
         self._wait(self.service.engine.shutdown(0.0))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -155,6 +157,9 @@ class LLM:
         self.close()
 
     def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
+        if self._loop.is_closed():
+            work.close()
+            raise EngineDead("this LLM was closed")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -171,9 +176,13 @@ class LLM:
                 bar.update()
                 return output
 
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(run(*job)) for job in jobs]
-        return [task.result() for task in tasks]
+            tasks = [asyncio.ensure_future(run(*job)) for job in jobs]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:  # after an error or an interrupt: end the others, so that they free their pages
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self, output: RequestOutput, requests: list) -> None:
         sampling = requests[0].sampling

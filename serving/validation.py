@@ -14,12 +14,12 @@ from typing import Protocol
 
 import msgspec
 
+from serving.config import MAX_LOGPROBS
 from serving.errors import InvalidRequest
 from serving.request import EngineRequest, SamplingParams
 
 MAX_N = 128
 MAX_SEQUENCES = 4096  # prompts of one request, times n
-MAX_LOGPROBS = 20  # the device computes no more; a server may allow fewer
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128

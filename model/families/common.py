@@ -27,7 +27,8 @@ class ConfigReader:
     """Takes keys out of a Hugging Face config and insists, at the end, that none was left unread."""
 
     def __init__(self, hf: Mapping[str, Any]):
-        self._hf, self._taken = hf, set(_NEUTRAL)
+        self._hf = hf
+        self._taken: set[str] = set(_NEUTRAL)
 
     def take(self, key: str, default: Any = None) -> Any:
         self._taken.add(key)

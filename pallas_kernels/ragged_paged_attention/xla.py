@@ -103,7 +103,7 @@ def _write(k, v, kv_pages, layer, page_table, kv_lens, cu_q_lens, distribution):
 
 
 def _attend_items(queries, row, kv_block, position, live, cache: _Cache) -> _Partial:
-    """C items: queries [C, K, M, H] of rows [C], at cache positions [C, M], against KV blocks [C]. Returns [C, K, M]."""
+    """C items: queries [C, K, M, H] of rows [C], at cache positions [C, M], against KV blocks [C]. To [C, K, M]."""
     items, num_kv_heads, _, head_dim = queries.shape
     pages_per_block = _KV_TOKENS // cache.kv_pages.shape[4]
     page = cache.page_table[row[:, None], kv_block[:, None] * pages_per_block + jnp.arange(pages_per_block)]

@@ -8,7 +8,7 @@ from serving.engine.client import EngineClient
 from serving.errors import EngineDead, NotFound
 from serving.metrics import Metrics
 from serving.tokenizer.tokenizer import Tokenizer
-from serving.validation import MAX_LOGPROBS, RequestLimits
+from serving.validation import RequestLimits
 
 THREAD_CHARS = 16_384  # longer texts are tokenized in a thread, beside the event loop
 
@@ -38,7 +38,7 @@ class Service:
         return RequestLimits(
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
-            max_logprobs=min(self.config.max_logprobs, MAX_LOGPROBS),
+            max_logprobs=self.config.max_logprobs,
             priority_policy=self.config.engine.scheduling_policy == "priority",
         )
 

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
+from serving.errors import ConfigError
+
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -17,7 +19,10 @@ def use_persistent_cache(folder: str | None) -> str:
     if folder == "":
         return ""
     path = Path(folder) if folder else Path.home() / ".cache" / "pageloom" / "xla"
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--compilation-cache-dir {path}: {error.strerror}; name another, or '' for none") from error
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

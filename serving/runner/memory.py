@@ -25,13 +25,13 @@ class MemoryPlan:
 
     @property
     def num_pages(self) -> int:
-        """Rounded down to two significant bits: a pool size that hardly moves keeps the compilation cache warm."""
+        """Rounded down to 1/32: a size that hardly moves from start to start keeps the compilation cache warm."""
         pages = (int(self.limit * self.share) - self.fixed - self.temporary) // self.page
         if pages < 2:
             raise ConfigError(
                 f"the model does not fit: weights and state take {self.fixed / 1e9:.2f} GB and a step "
                 f"{self.temporary / 1e9:.2f} GB of {self.limit * self.share / 1e9:.2f} GB "
-                f"({self.share:.0%} of {self.limit / 1e9:.2f} GB); raise --gpu-memory-utilization, lower "
+                f"({self.share:.2%} of {self.limit / 1e9:.2f} GB); raise --gpu-memory-utilization, lower "
                 "--max-num-batched-tokens or use more devices"
             )
         grid = max(1 << (pages.bit_length() - 6), 1)

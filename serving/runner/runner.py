@@ -15,6 +15,7 @@ from flax import nnx
 from model.sampling import BANNED, SamplingState, TokenLogprobs
 from model.transformer import Transformer
 from pallas_kernels.ragged_paged_attention.api import KVLayout
+from serving.config import MAX_LOGPROBS
 from serving.engine.plan import SlotUpdate, StepPlan, StepResult
 from serving.errors import ConfigError
 from serving.request import Logprobs
@@ -32,8 +33,6 @@ from serving.runner.step import (
     with_shardings,
 )
 
-MAX_LOGPROBS = 20
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunnerConfig:
@@ -44,7 +43,6 @@ class RunnerConfig:
     page_size: int
     num_pages: int | None  # None: what fits
     memory_share: float | None
-    kv_dtype: jnp.dtype
     progress: bool = False
 
 
@@ -57,10 +55,11 @@ class _InFlight:
 class ModelRunner:
     """See `serving.engine.plan.Runner`, which this implements."""
 
-    def __init__(self, model: Transformer, config: RunnerConfig):
+    def __init__(self, model: Transformer, config: RunnerConfig, kv_dtype: jnp.dtype):
         self._model_structure, params = nnx.split(model)
         self._params, self._params_tree = jax.tree.flatten(params)
         self._config, self._model_config, self._rules = config, model.config, model.rules
+        self._kv_dtype = kv_dtype
         self.max_num_seqs, self.max_num_batched_tokens = config.max_num_seqs, config.max_num_batched_tokens
         self.max_model_len, self.page_size = config.max_model_len, config.page_size
         self.vocab_size = model.config.vocab_size
@@ -87,6 +86,11 @@ class ModelRunner:
     # Set-up
 
     @property
+    def kv_bytes(self) -> int:
+        """Of the KV cache, on one device."""
+        return bytes_per_device(self._state.kv_pages)
+
+    @property
     def _row_pages(self) -> int:
         """Pages of a sequence of full length."""
         return -(-self.max_model_len // self.page_size)
@@ -94,7 +98,7 @@ class ModelRunner:
     def _layout(self, num_pages: int) -> KVLayout:
         c = self._model_config
         return KVLayout(num_layers=c.num_layers, num_pages=num_pages, page_size=self.page_size,
-                        num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, dtype=self._config.kv_dtype)
+                        num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, dtype=self._kv_dtype)
 
     def _state_shapes(self, num_pages: int) -> DeviceState:
         """Shapes with their shardings."""
@@ -160,7 +164,13 @@ class ModelRunner:
     def _initial_state(self, shapes: DeviceState) -> DeviceState:
         shardings = jax.tree.map(lambda x: x.sharding, shapes)
         make = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), out_shardings=shardings)
-        return make()
+        try:
+            return jax.block_until_ready(make())
+        except jax.errors.JaxRuntimeError as error:
+            raise ConfigError(
+                f"a KV cache of {self.num_pages} pages, {bytes_per_device(shapes.kv_pages) / 1e9:.1f} GB a device, "
+                "cannot be allocated; lower --num-pages or --gpu-memory-utilization"
+            ) from error
 
     def _warm_up(self) -> None:
         """Runs every executable once, on padding only."""

@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypeAliasType
 
 from serving import validation as rules
+from serving.config import MAX_LOGPROBS
 from serving.request import SamplingParams
 
 
@@ -57,7 +58,7 @@ BadWord = Annotated[str, StringConstraints(min_length=1, max_length=rules.MAX_BA
 BiasKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,10}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-LogprobCount = Annotated[int, Field(ge=0, le=rules.MAX_LOGPROBS)]
+LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
