@@ -118,7 +118,7 @@ def test_after_preemptions_in_a_tiny_pool():
         assert llm.service.engine.stats.num_preemptions > 0
 
 
-@pytest.mark.parametrize("mesh", ["8x1", "4x2"])
-def test_on_a_mesh(mesh: str):
+@pytest.mark.parametrize("mesh, count", [("8x1", 20), ("4x2", 20), ("1x8", 6)])
+def test_on_a_mesh(mesh: str, count: int):
     with engine(mesh=mesh) as llm:
-        check(run(llm, PROMPTS[:20]), PROMPTS[:20])
+        check(run(llm, PROMPTS[:count]), PROMPTS[:count])
