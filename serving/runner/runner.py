@@ -176,7 +176,7 @@ class ModelRunner:
         """Runs every executable once, on padding only."""
         for shape in self.shapes:
             packed = self._packer.pack(StepPlan(rows=[], num_decode=0), shape, self._biased)
-            self._state, outputs = self._steps[shape](self._params, self._state, self._put(packed))
+            self._state, outputs = self._steps[shape](self._params, self._state, packed)
             jax.tree.map(np.asarray, outputs)
         self._write_slot(self.max_num_seqs, *(np.zeros(self.vocab_size, t) for t in (np.float32, bool, np.int32)))
 
@@ -190,7 +190,7 @@ class ModelRunner:
         shape = pick_shape(self.shapes, num_tokens, len(plan.rows))
         packed = self._packer.pack(plan, shape, self._biased)
         packed_at = time.perf_counter()
-        self._state, outputs = self._steps[shape](self._params, self._state, self._put(packed))
+        self._state, outputs = self._steps[shape](self._params, self._state, packed)
         self._counters["pack_seconds"] += packed_at - started
         self._counters["dispatch_seconds"] += time.perf_counter() - packed_at
         self._counters["padding_tokens"] += shape.num_tokens - num_tokens
@@ -215,9 +215,6 @@ class ModelRunner:
     def stats(self) -> dict[str, float]:
         return {**self._counters, "compile_misses": self._compiles.count}
 
-    def _put(self, value: np.ndarray) -> jax.Array:
-        return jax.device_put(value, self._rules.whole)
-
     def _update_slot(self, update: SlotUpdate) -> None:
         biased = bool(update.logit_bias or len(update.banned_token_ids) or update.allowed_token_ids is not None)
         self._biased[update.slot] = biased
@@ -237,11 +234,11 @@ class ModelRunner:
         self._write_slot(update.slot, row, prompt, output.astype(np.int32))
 
     def _write_slot(self, slot: int, bias_row: np.ndarray, *count_rows: np.ndarray) -> None:
-        where = self._put(np.array(slot, np.int32))
+        where = np.array(slot, np.int32)
         bias, seen, counts = self._state.sampling
-        bias = self._set_bias(bias, where, self._put(bias_row))
+        bias = self._set_bias(bias, where, bias_row)
         if count_rows:
-            seen, counts = self._set_counts(seen, counts, where, *map(self._put, count_rows))
+            seen, counts = self._set_counts(seen, counts, where, *count_rows)
         self._state = self._state._replace(sampling=SamplingState(bias, seen, counts))
 
 

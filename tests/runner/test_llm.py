@@ -71,8 +71,8 @@ def test_min_tokens_holds_the_end_back(llm: LLM):
                          ids=str)  # fmt: skip
 def test_penalties_act(llm: LLM, penalty):
     prompt = "ha ha ha ha ha ha ha ha"
-    plain, penalized = ids(llm, prompt, max_tokens=30, ignore_eos=True), ids(llm, prompt, max_tokens=30,
-                                                                               ignore_eos=True, **penalty)  # fmt: skip
+    plain = ids(llm, prompt, max_tokens=30, ignore_eos=True)
+    penalized = ids(llm, prompt, max_tokens=30, ignore_eos=True, **penalty)
     assert len(set(penalized)) > len(set(plain))
 
 
