@@ -67,8 +67,9 @@ def test_min_tokens_holds_the_end_back(llm: LLM):
     assert len(longer) >= 8 and stop not in longer[:8]
 
 
-@pytest.mark.parametrize("penalty", [{"repetition_penalty": 5.0}, {"frequency_penalty": 2.0}, {"presence_penalty": 2.0}],
-                         ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "penalty", [{"repetition_penalty": 5.0}, {"frequency_penalty": 2.0}, {"presence_penalty": 2.0}], ids=str
+)
 def test_penalties_act(llm: LLM, penalty):
     prompt = "ha ha ha ha ha ha ha ha"
     plain = ids(llm, prompt, max_tokens=30, ignore_eos=True)
