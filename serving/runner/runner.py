@@ -19,7 +19,7 @@ from serving.config import MAX_LOGPROBS
 from serving.engine.plan import SlotUpdate, StepPlan, StepResult
 from serving.errors import ConfigError
 from serving.request import Logprobs
-from serving.runner.compiler import CompileCounter, compile_all
+from serving.runner.compiler import CompileCounter, compile_all, compile_step
 from serving.runner.memory import MemoryPlan, bytes_per_device, device_memory, memory_share
 from serving.runner.packing import Packer, packed_size
 from serving.runner.shapes import StepShape, pick_shape, step_shapes
@@ -74,7 +74,7 @@ class ModelRunner:
         self._packer = Packer(max_num_seqs=config.max_num_seqs, row_pages=self._row_pages)
         shapes = self._state_shapes(self.num_pages)
         self._steps = compile_all(
-            {shape: lambda shape=shape: self._lower_step(shape, shapes) for shape in self.shapes},
+            {shape: lambda shape=shape: self._compile_step(shape, shapes) for shape in self.shapes},
             progress=config.progress,
         )
         self._set_bias, self._set_counts = self._compile_updates(shapes)
@@ -108,7 +108,7 @@ class ModelRunner:
         """Compiles the largest step with a tiny pool: its temporaries do not depend on the pool's size."""
         device = self._rules.mesh.devices.flat[0]
         small = self._state_shapes(8)
-        analysis = self._lower_step(self.shapes[-1], small).compile().memory_analysis()
+        analysis = self._compile_step(self.shapes[-1], small).memory_analysis()
         if analysis is None:
             raise ConfigError("this backend has no memory analysis: give --num-pages")
         state = bytes_per_device(small) - bytes_per_device(small.kv_pages)
@@ -134,7 +134,7 @@ class ModelRunner:
             )
         self.max_model_len = capacity
 
-    def _lower_step(self, shape: StepShape, state: DeviceState) -> jax.stages.Lowered:
+    def _compile_step(self, shape: StepShape, state: DeviceState) -> jax.stages.Compiled:
         whole = self._rules.whole
 
         def step(params: list[jax.Array], state: DeviceState, packed: jax.Array):
@@ -144,7 +144,7 @@ class ModelRunner:
         packed = jax.ShapeDtypeStruct((packed_size(shape, self._row_pages),), jnp.int32, sharding=whole)
         shardings = jax.tree.map(lambda x: x.sharding, state)
         jitted = jax.jit(step, donate_argnums=1, out_shardings=(shardings, whole))
-        return jitted.lower(self._params, state, packed)
+        return compile_step(jitted.lower(self._params, state, packed), shape)
 
     def _compile_updates(self, state: DeviceState):
         whole = self._rules.whole
