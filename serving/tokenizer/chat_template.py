@@ -20,6 +20,11 @@ import jinja2.sandbox
 from serving.errors import InvalidRequest
 
 
+# What a bad template raises. SyntaxError: Python refuses the code that Jinja makes of it, say a break out of no loop.
+_FAILURES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, SyntaxError,
+             MemoryError)  # fmt: skip
+
+
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}...{% endgeneration %}` marks what an assistant wrote, for training; it renders as its body."""
 
@@ -78,7 +83,7 @@ def render(
     messages = [_text_content(message) for message in messages]
     try:
         prompt = _compile(source).render(
-            **{
+            {
                 **variables,
                 "messages": messages,
                 "tools": tools or None,
@@ -89,7 +94,7 @@ def render(
     except jinja2.TemplateError as error:
         where = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
         raise InvalidRequest(f"the chat template refuses the messages: {error.message}{where}", "messages") from error
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+    except _FAILURES as error:
         raise InvalidRequest(f"the chat template fails on the messages: {error}", "messages") from error
     return _up_to_final_message(prompt, messages[-1]) if continue_final_message else prompt
 

@@ -44,6 +44,11 @@ def test_what_templates_expect():
     )
 
 
+def test_a_variable_may_have_any_name(smollm2: Tokenizer):
+    names = dict.fromkeys(("self", "args", "source", "variables"), 7)
+    assert smollm2.apply_chat_template([USER], chat_template="{{ args + source + variables }}", **names) == "21"
+
+
 def test_text_parts_become_text():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert prompt(CHATML, [{"role": "user", "content": parts}]) == "<user>a\nb</>\n"
@@ -60,6 +65,9 @@ def test_text_parts_become_text():
         ("{{ ''.__class__.__mro__ }}", "refuses the messages"),
         ("{{ messages.append(1) }}", "refuses the messages"),
         ("{% for i in range(10000000) %}{% endfor %}", "fails on the messages"),
+        ("{% break %}", "fails on the messages: 'break' outside loop"),
+        ("{% for i in [1] %}" * 30 + "{% endfor %}" * 30, "fails on the messages: too many statically nested blocks"),
+        ("{{ cycler() }}", "fails on the messages: at least one item"),
     ],
 )
 def test_refusals_carry_the_template_s_words(source: str, message: str):
