@@ -1,10 +1,14 @@
 """What is refused and how; who may ask; the endpoints beside generation."""
 
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
+from serving.api.http.errors import explain
+from serving.api.http.requests import CompletionRequest
 from tests.api.conftest import Serve, client_of
 
 pytestmark = pytest.mark.anyio
@@ -109,6 +113,19 @@ async def test_bodies_that_are_no_requests(serve: Serve, content: bytes) -> None
         for path in (TEXT, CHAT, "/tokenize", "/detokenize"):
             response = await client.post(path, content=content, headers={"content-type": "application/json"})
             assert_error(response, 400, response.json()["error"]["param"])
+
+
+@pytest.mark.parametrize("body", [
+    {"prompt": [1.5] * 20_000}, {"prompt": [[-1]] * 20_000}, {"prompt": "x", "allowed_token_ids": [-1] * 20_000},
+    {"prompt": "x", "logit_bias": {f"x{i}": 1 for i in range(20_000)}}, {f"x{i}": 1 for i in range(20_000)},
+], ids=lambda body: str(list(body)[:2]))  # fmt: skip
+def test_of_many_errors_few_are_made(body: dict[str, Any]) -> None:
+    """32 MB can break a rule 8 million times; an error for each would take gigabytes."""
+    with pytest.raises(ValidationError) as caught:
+        CompletionRequest.model_validate_json(json.dumps(body))
+    message = str(explain(caught.value))
+    assert caught.value.error_count() < 10 or "too many" in message
+    assert len(message) < 200
 
 
 async def test_status_codes_of_the_protocol(serve: Serve) -> None:

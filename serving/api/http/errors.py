@@ -15,6 +15,7 @@ from serving.errors import InvalidRequest, Overloaded, PageloomError
 log = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499  # for the log only: nobody reads it
+MOST_EXPLAINED = 1000  # errors: pydantic makes a dictionary for each, if only the first is wanted
 REPLACED_FIELDS = {
     "guided_json": "structured_outputs.json",
     "guided_regex": "structured_outputs.regex",
@@ -91,6 +92,8 @@ def _explain(detail: ErrorDetails, rules: list[str]) -> InvalidRequest:
 
 def explain(error: ValidationError) -> InvalidRequest:
     """The first field that is wrong. Of a union's branches those count that got furthest into the value."""
+    if error.error_count() > MOST_EXPLAINED:
+        return InvalidRequest(f"the body breaks {error.error_count()} rules, too many to say which")
     details = error.errors(include_url=False)
     same = [detail for detail in details if detail["loc"][:1] == details[0]["loc"][:1]]
     depth = max(_field(detail["loc"]).count("[") for detail in same)
