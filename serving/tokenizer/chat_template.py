@@ -19,7 +19,6 @@ import jinja2.sandbox
 
 from serving.errors import InvalidRequest
 
-
 # What a bad template raises. SyntaxError: Python refuses the code that Jinja makes of it, say a break out of no loop.
 _FAILURES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, SyntaxError,
              MemoryError)  # fmt: skip
