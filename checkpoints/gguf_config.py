@@ -17,11 +17,22 @@ ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1's frequency divisors, [H/2]
 
 def check_architecture(metadata: dict[str, Any], location: str) -> str:
     architecture = metadata.get("general.architecture")
-    if architecture not in MODEL_TYPES:
+    if not isinstance(architecture, str) or architecture not in MODEL_TYPES:
         raise CheckpointError(
             f"{location}: architecture {architecture!r} is not supported (supported in GGUF: {', '.join(MODEL_TYPES)})"
         )
     return architecture
+
+
+def read_count(metadata: dict[str, Any], key: str, location: str, default: int | None = None) -> int:
+    """A number of things. Raises CheckpointError if the key is missing, not a number (some models have one for each
+    layer) or below 1."""
+    value = metadata.get(key, default)
+    if value is None:
+        raise CheckpointError(f"{location}: the metadata has no {key}; convert the model again")
+    if not isinstance(value, int) or value < 1:
+        raise CheckpointError(f"{location}: {key} is {value!r}, only one whole number above 0 is supported")
+    return value
 
 
 def hf_config(file: GGUFFile, location: str) -> dict[str, Any]:
@@ -38,23 +49,26 @@ def hf_config(file: GGUFFile, location: str) -> dict[str, Any]:
     def has(key: str) -> bool:
         return f"{architecture}.{key}" in metadata
 
-    hidden, heads = get("embedding_length"), get("attention.head_count")
+    def count(key: str, default: int | None = None) -> int:
+        return read_count(metadata, f"{architecture}.{key}", location, default)
+
+    hidden, heads = count("embedding_length"), count("attention.head_count")
     config: dict[str, Any] = {
         "model_type": MODEL_TYPES[architecture],
         "hidden_act": "silu",
         "hidden_size": hidden,
-        "intermediate_size": get("feed_forward_length"),
-        "num_hidden_layers": get("block_count"),
+        "intermediate_size": count("feed_forward_length"),
+        "num_hidden_layers": count("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": get("attention.head_count_kv", heads),
-        "max_position_embeddings": get("context_length"),
+        "num_key_value_heads": count("attention.head_count_kv", heads),
+        "max_position_embeddings": count("context_length"),
         "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
         "rope_theta": get("rope.freq_base", 10000.0),
         "vocab_size": file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else 0,
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
     if has("attention.key_length"):
-        config["head_dim"] = get("attention.key_length")
+        config["head_dim"] = count("attention.key_length")
     head_dim = config.get("head_dim", hidden // heads)
     if get("rope.dimension_count", head_dim) != head_dim:
         raise CheckpointError(f"{location}: rope.dimension_count is {get('rope.dimension_count')}, only the head size "
@@ -80,7 +94,10 @@ def _short(value: Any) -> Any:
 
 def _rope_scaling(file: GGUFFile, location: str, get: Any, has: Any, config: dict, head_dim: int) -> dict | None:
     if ROPE_FACTORS in file.tensors:
-        stored = decode(file.rows(ROPE_FACTORS), file.tensors[ROPE_FACTORS].type_id)
+        try:
+            stored = decode(file.rows(ROPE_FACTORS), file.tensors[ROPE_FACTORS].type_id)
+        except ValueError as error:
+            raise CheckpointError(f"{location}: {ROPE_FACTORS}: {error}; convert the model again") from error
         return llama3_rule(stored, config["rope_theta"], head_dim, location)
     kind = get("rope.scaling.type", "none")
     if kind == "none":

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from checkpoints.errors import CheckpointError
-from checkpoints.gguf_config import ROPE_FACTORS, check_architecture
+from checkpoints.gguf_config import ROPE_FACTORS, check_architecture, read_count
 from quant.gguf import decode
 from quant.gguf_file import GGUFFile, TensorInfo
 
@@ -56,8 +56,9 @@ class GGUFSource:
         # Llama files store the rows of q and k so that RoPE rotates neighbours; Hugging Face rotates halves.
         self._heads: dict[str, int] = {}
         if architecture == "llama":
-            heads = self.metadata["llama.attention.head_count"]
-            self._heads = {"q_proj": heads, "k_proj": self.metadata.get("llama.attention.head_count_kv", heads)}
+            heads = read_count(self.metadata, "llama.attention.head_count", self.location)
+            kv_heads = read_count(self.metadata, "llama.attention.head_count_kv", self.location, heads)
+            self._heads = {"q_proj": heads, "k_proj": kv_heads}
 
     def names(self) -> Collection[str]:
         return self._tensors.keys()

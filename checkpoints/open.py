@@ -61,7 +61,7 @@ def _open_file(path: Path) -> Checkpoint:
 def _read_config(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: cannot be read as JSON ({error})") from error
     if not isinstance(config, dict) or "model_type" not in config:
         raise CheckpointError(f"{file}: has no model_type; it is not a model's config")

@@ -8,6 +8,7 @@ Format: https://github.com/huggingface/safetensors
 import json
 import math
 import mmap
+import os
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
@@ -84,6 +85,8 @@ class SafetensorsSource:
                 raise CheckpointError(f"{file}: {name} is also in {self._tensors[name].file}; remove one of the files")
             try:
                 dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+                if not all(isinstance(n, int) and n >= 0 for n in (*shape, begin, end - begin)):
+                    raise ValueError(f"bytes {begin} to {end} of shape {list(shape)} are not possible")
                 if dtype in DTYPES and end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
                     raise ValueError(f"{end - begin} bytes do not make {dtype} {list(shape)}")
             except (KeyError, TypeError, ValueError) as error:
@@ -102,8 +105,10 @@ def _header(file: Path, data: mmap.mmap) -> list[tuple[str, dict, int]]:
         raise CheckpointError(f"{file}: not a safetensors file, or cut short in its header; download it again")
     try:
         header = json.loads(data[8 : 8 + size])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: not a safetensors file (its header is no JSON: {error})") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file}: not a safetensors file (its header is a {type(header).__name__})")
     return [(name, entry, 8 + size) for name, entry in header.items() if name != "__metadata__"]
 
 
@@ -113,10 +118,13 @@ def _files(folder: Path) -> list[Path]:
     if not index.exists():
         return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
     try:
-        files = sorted({folder / file for file in json.loads(index.read_text())["weight_map"].values()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
+            raise ValueError(f"it names files outside of the folder: {some(outside)}")
+        files = [folder / name for name in names]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index}: not a safetensors index ({error!r})") from error
-    missing = [file.name for file in files if not file.exists()]
+    missing = [file.name for file in files if not os.path.exists(file)]  # also False for a name that is too long
     if missing:
         raise CheckpointError(f"{folder}: the index names files that are not there: {some(missing)}; download them")
     return files

@@ -26,6 +26,10 @@ class LayerSpec:
 
     window: int | None = None  # sliding attention window in tokens, None: sees everything
 
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"{self.window=} must be at least 1: a token sees itself")
+
 
 @dataclass(frozen=True, kw_only=True)
 class StackSpec:
@@ -58,13 +62,14 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim",
+                     "max_position"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads=} must be a multiple of {self.num_kv_heads=}")
         if self.head_dim % 2:
             raise ValueError(f"{self.head_dim=} must be even: RoPE rotates pairs")
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "max_position"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if not self.layers:
             raise ValueError("a model needs at least one layer")
 

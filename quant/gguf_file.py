@@ -19,6 +19,7 @@ from quant.gguf import block_format
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
+MAX_AXES = 4
 DEFAULT_ALIGNMENT = 32
 
 STRING, ARRAY = 8, 9
@@ -53,7 +54,7 @@ class GGUFFile:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         try:
             self.metadata, infos, data_start = _Header(self._map).parse()
-        except (struct.error, UnicodeDecodeError, OverflowError) as error:
+        except (struct.error, UnicodeDecodeError, OverflowError, RecursionError) as error:
             self._map.close()
             raise ValueError(f"the GGUF header is damaged or cut short ({error})") from error
         self.tensors = {
@@ -95,9 +96,13 @@ class _Header:
         infos = []
         for _ in range(num_tensors):
             name, num_axes = self.string(), self.scalar("I")
+            if not 1 <= num_axes <= MAX_AXES:
+                raise ValueError(f"the GGUF header is damaged: {name} has {num_axes} axes, must have 1 to {MAX_AXES}")
             shape = tuple(self.scalar("Q") for _ in range(num_axes))[::-1]
             infos.append((name, shape, self.scalar("I"), self.scalar("Q")))
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"the GGUF header is damaged: general.alignment is {alignment!r}, must be at least 1")
         return metadata, infos, -(-self.at // alignment) * alignment
 
     def scalar(self, code: str) -> Any:

@@ -19,6 +19,9 @@ _NEUTRAL = frozenset(
 )
 
 
+_MAX_LAYERS = 10_000  # more is a damaged file
+
+
 class UnsupportedModel(ValueError):
     """The config asks for something this project does not implement; the message names the key and value."""
 
@@ -48,6 +51,12 @@ class ConfigReader:
             choices = " or ".join(map(repr, allowed))
             raise UnsupportedModel(f"config.json: {key}={value!r} is not supported, only {choices}")
 
+    def num_layers(self) -> int:
+        count = int(self.require("num_hidden_layers"))
+        if not 1 <= count <= _MAX_LAYERS:
+            raise UnsupportedModel(f"config.json: num_hidden_layers={count} must be in 1 to {_MAX_LAYERS}")
+        return count
+
     def rope(self) -> RopeConfig:
         """`rope_theta` and `rope_scaling`, or the newer `rope_parameters` that holds both."""
         scaling = dict(self.take("rope_scaling", {}))
@@ -65,7 +74,9 @@ class ConfigReader:
         for name in fields[kind]:
             if name not in scaling:
                 raise UnsupportedModel(f"config.json: rope scaling {kind!r} needs {name!r}")
-            values[name.removesuffix("_embeddings")] = scaling.pop(name)
+            values[name.removesuffix("_embeddings")] = value = scaling.pop(name)
+            if not isinstance(value, int | float):
+                raise UnsupportedModel(f"config.json: {name}={value!r} of rope scaling {kind!r} must be a number")
         if scaling:
             raise UnsupportedModel(f"config.json: unknown rope scaling keys {sorted(scaling)} for kind {kind!r}")
         return RopeConfig(theta=theta, kind=kind, **values)
@@ -93,7 +104,7 @@ def base_fields(reader: ConfigReader) -> dict[str, Any]:
         rope=reader.rope(),
         tie_embeddings=bool(reader.take("tie_word_embeddings", False)),
         bos_id=reader.take("bos_token_id"),
-        eos_ids=tuple(eos) if isinstance(eos, list | tuple) else (int(eos),),
+        eos_ids=tuple(map(int, eos)) if isinstance(eos, list | tuple) else (int(eos),),
     )
 
 

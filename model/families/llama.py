@@ -12,6 +12,6 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     fields = base_fields(reader)
     bias = bool(reader.take("attention_bias", False))
     mlp_bias = bool(reader.take("mlp_bias", False))
-    layers = (LayerSpec(),) * int(reader.require("num_hidden_layers"))
+    layers = (LayerSpec(),) * reader.num_layers()
     reader.finish()
     return ModelConfig(family="llama", layers=layers, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias, **fields)

@@ -10,6 +10,6 @@ from model.families.common import ConfigReader, base_fields
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     reader = ConfigReader(hf)
     fields = base_fields(reader)
-    layers = (LayerSpec(window=reader.take("sliding_window")),) * int(reader.require("num_hidden_layers"))
+    layers = (LayerSpec(window=reader.take("sliding_window")),) * reader.num_layers()
     reader.finish()
     return ModelConfig(family="mistral", layers=layers, **fields)

@@ -26,7 +26,7 @@ def read_qwen3(hf: Mapping[str, Any]) -> ModelConfig:
 
 def _layers(reader: ConfigReader) -> tuple[LayerSpec, ...]:
     """`layer_types` where given; otherwise the layers from `max_window_layers` on are windowed, if windows are used."""
-    count = int(reader.require("num_hidden_layers"))
+    count = reader.num_layers()
     reader.insist("use_mrope", False)
     window = reader.take("sliding_window")
     if not reader.take("use_sliding_window", False):

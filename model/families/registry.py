@@ -18,11 +18,11 @@ _FAMILIES = {
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     """A model's configuration from its Hugging Face config. Unknown families and keys raise UnsupportedModel."""
     kind = hf.get("model_type")
-    if kind not in _FAMILIES:
-        raise UnsupportedModel(f"model_type {kind!r} is not supported; supported: {', '.join(_FAMILIES)}")
+    if not isinstance(kind, str) or kind not in _FAMILIES:
+        raise UnsupportedModel(f"config.json: model_type {kind!r} is not supported; supported: {', '.join(_FAMILIES)}")
     try:
         return _FAMILIES[kind](hf)
     except UnsupportedModel:
         raise
-    except (TypeError, ValueError, KeyError) as error:
+    except (TypeError, ValueError, KeyError, ArithmeticError) as error:
         raise UnsupportedModel(f"config.json of model_type {kind!r}: {error}") from error
