@@ -20,6 +20,7 @@ from serving.request import EngineRequest, SamplingParams
 
 MAX_N = 128
 MAX_SEQUENCES = 4096  # prompts of one request, times n
+MAX_ID_CHARS = 256  # of a request: it travels with every token
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
@@ -180,6 +181,9 @@ def to_engine_requests(
     prompt_logprobs: they are the same for all.
     """
     validate(sampling, limits)
+    if len(request_id) > MAX_ID_CHARS:
+        raise InvalidRequest(f"request_id has {len(request_id)} characters, at most {MAX_ID_CHARS} are allowed",
+                             "request_id")
     if priority and not limits.priority_policy:
         raise InvalidRequest(f"priority is {priority}, must be 0 unless the server runs --scheduling-policy priority",
                              "priority")

@@ -110,6 +110,12 @@ def test_split_into_sequences(tokenizer: Tokenizer) -> None:
     assert not {r.request_id for r in requests} & {r.request_id for r in again}, "whatever the caller's id is"
 
 
+def test_an_id_is_short(tokenizer: Tokenizer) -> None:
+    """gRPC has no limit of its own, and an id goes with every token."""
+    with pytest.raises(InvalidRequest, match="request_id has 257 characters"):
+        to_engine_requests([1], SamplingParams(), LIMITS, tokenizer, request_id="x" * 257)
+
+
 def test_without_a_seed_each_request_gets_its_own(tokenizer: Tokenizer) -> None:
     seeds = {to_engine_requests([1], SamplingParams(), LIMITS, tokenizer)[0].sampling.seed for _ in range(4)}
     assert len(seeds) == 4 and None not in seeds

@@ -99,7 +99,7 @@ class SamplingFields(Body):
     return_token_ids: bool | None = None
     priority: Annotated[int, Field(ge=-rules.INT32_MAX, le=rules.INT32_MAX)] | None = None
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
-    request_id: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
+    request_id: Annotated[str, StringConstraints(min_length=1, max_length=rules.MAX_ID_CHARS)] | None = None
     user: Annotated[str, Field(description="Accepted and not used")] | None = None
     metadata: Annotated[dict[str, Any], Field(description="Accepted and not used")] | None = None
     response_format: Annotated[TextFormat | None, BeforeValidator(_text_format_only)] = None
