@@ -1,5 +1,6 @@
 """The endpoints beside generation: models, tokenizer, health, load, cache."""
 
+import asyncio
 import dataclasses
 from typing import Any
 
@@ -48,7 +49,9 @@ async def tokenize(service: Service, request: Request) -> Response:
         ids = await service.encode(body.prompt, body.add_special_tokens is not False)
     else:
         ids = await chat_prompt_ids(service, body.chat(), add_special_tokens=bool(body.add_special_tokens))
-    texts = [service.tokenizer.token_text(token_id) for token_id in ids] if body.return_token_strs else None
+    texts = None
+    if body.return_token_strs:  # a body may hold millions of tokens: beside the event loop
+        texts = await asyncio.to_thread(lambda: [service.tokenizer.token_text(token_id) for token_id in ids])
     return json_response(TokenizeResponse(count=len(ids), max_model_len=service.engine.info.max_model_len, tokens=ids,
                                           token_strs=texts))
 
@@ -61,7 +64,8 @@ async def detokenize(service: Service, request: Request) -> Response:
         if token_id >= vocab_size:
             raise InvalidRequest(f"tokens has token id {token_id}, must be in the vocabulary: 0 to {vocab_size - 1}",
                                  "tokens")
-    return json_response(DetokenizeResponse(service.tokenizer.decode(body.tokens, skip_special_tokens=False)))
+    text = await asyncio.to_thread(service.tokenizer.decode, body.tokens, skip_special_tokens=False)
+    return json_response(DetokenizeResponse(text))
 
 
 async def health(service: Service, request: Request) -> Response:
