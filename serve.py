@@ -50,7 +50,7 @@ def main() -> None:
 def _resolve(config: ServerConfig) -> ServerConfig:
     """Settles the model's path and name, and reads the chat template."""
     path = config.engine.model or str(default_model_path(progress=True))
-    name = config.served_model_name or Path(path).expanduser().name.removesuffix(".gguf")
+    name = config.served_model_name or Path(path).expanduser().absolute().name.removesuffix(".gguf")
     template = config.chat_template
     if template is not None:
         try:
