@@ -31,8 +31,8 @@ class SamplingState:
 
     def _check_something_is_left(self, allowed: tuple[int, ...] | None) -> None:
         """Raises `InvalidRequest` if the first token would have to be one that is allowed and banned."""
-        banned = self._always + (self._stops if self._min_tokens else ())
-        if allowed is not None and set(allowed) <= set(banned):
+        banned = frozenset(self._always + (self._stops if self._min_tokens else ()))
+        if allowed is not None and all(token in banned for token in allowed):  # looks at few: they may be many
             raise InvalidRequest(
                 f"allowed_token_ids {list(allowed)} leaves no token: all of them are banned by bad_words, or stop the "
                 f"sequence before min_tokens ({self._min_tokens})",
