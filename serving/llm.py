@@ -32,6 +32,8 @@ from serving.validation import to_engine_requests
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
+MAX_PROMPTS = 1 << 31  # a batch may be of any length: nobody else waits, and nobody could retry later
+
 _T = TypeVar("_T")
 
 
@@ -72,7 +74,7 @@ class LLM:
 
     def __init__(self, model: str = "", *, progress: bool = True, **options: Any):
         model = model or str(default_model_path(progress))
-        config = EngineConfig(model=model, **options)
+        config = EngineConfig(model=model, **{"max_num_waiting": MAX_PROMPTS, **options})
         runner, info, eos_ids = build_core(config, progress=progress)
         client = InProcessClient(runner, info, eos_ids, config)
         self._loop = asyncio.new_event_loop()

@@ -17,14 +17,13 @@ class StepShape:
 
 
 def step_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[StepShape, ...]:
-    """Powers of two: decode shapes from 2 rows (one-row products are slow on CPU), mixed shapes with all rows.
-
-    The largest shape comes last.
+    """Powers of two: decode shapes from 2 rows (one-row products are slow on CPU); a small mixed shape, so that a short
+    prompt on an idle server is quick; mixed shapes with all rows. The largest shape comes last.
     """
     rows = _powers(2, max_num_seqs)
     most = rows[-1]
     tokens = _powers(max(2 * most, 64), max(max_num_batched_tokens, 2 * most))
-    return (*(StepShape(r, r) for r in rows), *(StepShape(t, most) for t in tokens))
+    return (*(StepShape(r, r) for r in rows), StepShape(32, min(most, 8)), *(StepShape(t, most) for t in tokens))
 
 
 def pick_shape(shapes: Sequence[StepShape], num_tokens: int, num_rows: int) -> StepShape:

@@ -12,7 +12,7 @@ from tests.e2e.tiny_model import write_tiny_model
 
 # Few compiled shapes: what start-up costs with a cold cache.
 REAL = ("--max-num-seqs", "16", "--max-num-batched-tokens", "128", "--check-integrity")
-TINY = ("--max-model-len", "512", "--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--num-pages", "512")
+TINY = ("--max-model-len", "4096", "--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--num-pages", "2049")
 TEST_SECONDS = 300
 
 

@@ -122,8 +122,8 @@ def test_a_model_without_a_tokenizer(tmp_path: Path, tiny_flags: tuple[str, ...]
 
 
 def test_a_context_beyond_the_models(tmp_path: Path, tiny_flags: tuple[str, ...]):
-    line = refusal(tmp_path, *tiny_flags, "--max-model-len", "513")
-    assert "513" in line and "512" in line
+    line = refusal(tmp_path, *tiny_flags, "--max-model-len", "4097")
+    assert "4097" in line and "4096" in line
 
 
 def test_a_config_that_is_not_json(tmp_path: Path, tiny_flags: tuple[str, ...]):

@@ -12,7 +12,7 @@ VOCAB, DIM, FFN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 49152, 32, 64, 4, 2, 8, 2
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB, "hidden_size": DIM,
     "intermediate_size": FFN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
+    "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0, "tie_word_embeddings": True, "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2,
     "torch_dtype": "float32",
 }  # fmt: skip

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from serving.config import EngineConfig
 from serving.errors import EngineDead, InvalidRequest
 from serving.llm import LLM, SamplingParams
 from tests.runner.test_greedy_goldens import SIZES
@@ -47,6 +48,12 @@ def test_n_are_the_single_requests_with_following_seeds(llm: LLM):
     [output] = llm.generate(PROMPT, SamplingParams(n=3, seed=40, **sampling), use_tqdm=False)
     assert [one.index for one in output.outputs] == [0, 1, 2]
     assert [one.token_ids for one in output.outputs] == [ids(llm, seed=40 + i, **sampling) for i in range(3)]
+
+
+def test_more_prompts_than_a_server_lets_wait(llm: LLM):
+    prompts = [{"prompt_token_ids": [100 + i % 1000]} for i in range(EngineConfig().max_num_waiting + 50)]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True), use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1] * len(prompts)
 
 
 def test_bias_allowed_and_banned(llm: LLM):

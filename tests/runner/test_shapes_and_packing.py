@@ -18,7 +18,7 @@ ROW_PAGES = 6
 
 def test_the_set_for_a_small_server():
     assert step_shapes(8, 100) == (
-        StepShape(2, 2), StepShape(4, 4), StepShape(8, 8), StepShape(64, 8), StepShape(128, 8),
+        StepShape(2, 2), StepShape(4, 4), StepShape(8, 8), StepShape(32, 8), StepShape(64, 8), StepShape(128, 8),
     )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """POST /v1/chat/completions."""
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -37,6 +38,7 @@ from serving.api.http.sending import (
 from serving.api.service import Service
 from serving.errors import InvalidRequest
 from serving.request import EngineRequest
+from serving.tokenizer.foreign_template import render_foreign
 from serving.validation import to_engine_requests
 
 TEMPLATE_OWN_NAMES = frozenset(
@@ -65,19 +67,24 @@ async def chat_prompt_ids(service: Service, chat: ChatPrompt, documents: list[di
     if taken := TEMPLATE_OWN_NAMES & kwargs.keys():
         raise InvalidRequest(f"chat_template_kwargs sets {sorted(taken)[0]!r}, which is a request field of its own",
                              "chat_template_kwargs")
-    template = chat.chat_template or service.config.chat_template or service.tokenizer.chat_template
+    tokenizer = service.tokenizer
+    template = chat.chat_template or service.config.chat_template or tokenizer.chat_template
     if documents and "documents" not in (template or ""):
         raise InvalidRequest("documents are not used by this model's chat template", "documents")
     continues = bool(chat.continue_final_message)
     generation_prompt = chat.add_generation_prompt
-    text = service.tokenizer.apply_chat_template(
-        [message.for_template() for message in chat.messages],
-        documents=documents,
-        add_generation_prompt=not continues if generation_prompt is None else generation_prompt,
-        continue_final_message=continues,
-        chat_template=template,
-        **kwargs,
-    )
+    messages = [message.for_template() for message in chat.messages]
+    options: dict[str, Any] = {
+        "tools": None,
+        "documents": documents,
+        "add_generation_prompt": not continues if generation_prompt is None else generation_prompt,
+        "continue_final_message": continues,
+    }
+    if chat.chat_template is not None:
+        options["variables"] = {**tokenizer.special_tokens, **kwargs}
+        text = await asyncio.to_thread(render_foreign, chat.chat_template, messages, **options)
+    else:
+        text = tokenizer.apply_chat_template(messages, chat_template=template, **options, **kwargs)
     return await service.encode(text, add_special_tokens)
 
 
