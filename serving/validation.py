@@ -64,6 +64,8 @@ def _check_range(field: str, value: float | int | None, low: float, high: float)
 
 
 def _check_texts(field: str, texts: Sequence[str], most: int, most_chars: int) -> None:
+    if isinstance(texts, str):  # its letters would count as entries
+        raise _refuse(field, texts, "a sequence of strings")
     if len(texts) > most:
         raise InvalidRequest(f"{field} has {len(texts)} entries, at most {most} are allowed", field)
     for text in texts:

@@ -110,6 +110,12 @@ def test_split_into_sequences(tokenizer: Tokenizer) -> None:
     assert not {r.request_id for r in requests} & {r.request_id for r in again}, "whatever the caller's id is"
 
 
+@pytest.mark.parametrize("field", ["stop", "bad_words"])
+def test_one_text_is_no_sequence_of_letters(field: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"{field} is 'END', must be a sequence of strings"):
+        validate(SamplingParams(**{field: "END"}), LIMITS)
+
+
 def test_an_id_is_short(tokenizer: Tokenizer) -> None:
     """gRPC has no limit of its own, and an id goes with every token."""
     with pytest.raises(InvalidRequest, match="request_id has 257 characters"):
