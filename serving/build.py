@@ -126,7 +126,8 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[ModelRun
     )
     if progress:
         _report(runner, loaded, info)
-    eos_ids = tuple(dict.fromkeys((*model.eos_ids, *tokenizer.eos_ids)))
+    eos_ids = dict.fromkeys((*model.eos_ids, *tokenizer.eos_ids))
+    eos_ids = tuple(token_id for token_id in eos_ids if 0 <= token_id < model.vocab_size)  # no other can be made
     return runner, info, eos_ids
 
 

@@ -190,7 +190,9 @@ def to_engine_requests(
         raise InvalidRequest(f"priority is {priority}, must be 0 unless the server runs --scheduling-policy priority",
                              "priority")
     ids, max_tokens = fit_prompt(prompt_token_ids, sampling, limits, default_max_tokens)
-    bad_words = bad_words_token_ids(sampling.bad_words, tokenizer)
+    # A tokenizer may know more tokens than the model, which never makes those.
+    bad_words = tuple(word for word in bad_words_token_ids(sampling.bad_words, tokenizer)
+                      if max(word) < limits.vocab_size)  # fmt: skip
     seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
     group = f"{request_id or 'req'}-{uuid.uuid4().hex[:12]}"
     now = time.time()

@@ -116,6 +116,15 @@ def test_one_text_is_no_sequence_of_letters(field: str) -> None:
         validate(SamplingParams(**{field: "END"}), LIMITS)
 
 
+def test_words_of_tokens_that_the_model_does_not_have_are_not_banned(tokenizer: Tokenizer) -> None:
+    whole = to_engine_requests([1], SamplingParams(bad_words=("Hello", "a")), LIMITS, tokenizer)[0]
+    assert max(map(max, whole.bad_words_token_ids)) == 259
+    limits = RequestLimits(max_model_len=64, vocab_size=259)
+    small = to_engine_requests([1], SamplingParams(bad_words=("Hello", "a")), limits, tokenizer)[0]
+    assert 0 < len(small.bad_words_token_ids) < len(whole.bad_words_token_ids)
+    assert max(map(max, small.bad_words_token_ids)) < 259
+
+
 def test_an_id_is_short(tokenizer: Tokenizer) -> None:
     """gRPC has no limit of its own, and an id goes with every token."""
     with pytest.raises(InvalidRequest, match="request_id has 257 characters"):
