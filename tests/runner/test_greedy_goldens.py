@@ -72,7 +72,7 @@ def test_in_a_batch_and_again_with_prefix_hits(plain: LLM):
 
 
 def test_alone(plain: LLM):
-    for prompt in PROMPTS[::4]:
+    for prompt in PROMPTS:
         check(run(plain, [prompt]), [prompt])
 
 
@@ -107,15 +107,52 @@ def test_n_shares_one_prefill(plain: LLM):
     assert plain.service.engine.stats.prompt_tokens_cached - before >= 3 * (shared - 16)
 
 
-def test_in_chunks_of_16():
+OPTIONS = [
+    SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=40, ignore_eos=True),
+    SamplingParams(temperature=0, repetition_penalty=1.3, frequency_penalty=0.5, max_tokens=40, ignore_eos=True),
+    SamplingParams(temperature=0, logit_bias={28: 5.0, 30: -100.0}, max_tokens=40, min_tokens=40),
+    SamplingParams(temperature=1.0, top_k=8, min_p=0.05, presence_penalty=1.0, seed=2, max_tokens=40, logprobs=3),
+    SamplingParams(temperature=0, bad_words=(" the", "\n\nThe answer"), prompt_logprobs=2, max_tokens=40),
+]
+
+
+def run_options(llm: LLM) -> list[RequestOutput]:
+    """Every prompt with some option: together, and each in its own way."""
+    tokens = [{"prompt_token_ids": p["prompt_token_ids"]} for p in PROMPTS]
+    return llm.generate(tokens, [OPTIONS[i % len(OPTIONS)] for i in range(len(PROMPTS))], use_tqdm=False)
+
+
+@pytest.fixture(scope="module")
+def with_options(plain: LLM) -> list[RequestOutput]:
+    return run_options(plain)
+
+
+def check_options(outputs: list[RequestOutput], wanted: list[RequestOutput]) -> None:
+    for ours, want in zip(outputs, wanted, strict=True):
+        assert ours.outputs[0].token_ids == want.outputs[0].token_ids
+        for got, expected in ((ours.outputs[0].logprobs, want.outputs[0].logprobs),
+                              (ours.prompt_logprobs, want.prompt_logprobs)):  # fmt: skip
+            assert (got is None) == (expected is None)
+            for one, other in zip(got or [], expected or [], strict=True):
+                assert (one is None) == (other is None)
+                if one is not None and other is not None:
+                    assert one.token_id == other.token_id
+                    np.testing.assert_allclose(one.logprob, other.logprob, atol=2e-4)
+
+
+def test_in_chunks_of_16(with_options):
     with engine(long_prefill_token_threshold=16) as llm:
         check(run(llm))
+        check_options(run_options(llm), with_options)
 
 
-def test_after_preemptions_in_a_tiny_pool():
+def test_after_preemptions_in_a_tiny_pool(with_options):
     with engine(num_pages=60) as llm:
         check(run(llm))
-        assert llm.service.engine.stats.num_preemptions > 0
+        greedy_preemptions = llm.service.engine.stats.num_preemptions
+        assert greedy_preemptions > 0
+        check_options(run_options(llm), with_options)
+        assert llm.service.engine.stats.num_preemptions > greedy_preemptions
 
 
 @pytest.mark.parametrize("mesh, count", [("8x1", 20), ("4x2", 20), ("1x8", 6)])
