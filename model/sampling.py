@@ -185,15 +185,20 @@ def _invert_cumulative(weight, uniform):
     blocks = weight.sum(-1)
     ends = jnp.cumsum(blocks, axis=-1)
     goal = uniform * ends[:, -1]
-    block = jnp.minimum((ends <= goal[:, None]).sum(-1), blocks.shape[-1] - 1)
+    block = _first_beyond(ends, blocks, goal)
     rows = jnp.arange(block.shape[0])
     rest = goal - (ends[rows, block] - blocks[rows, block])
     inside = weight[rows, block]  # [S, 128]
-    running = jnp.cumsum(inside, axis=-1)
-    # Rounding may leave the goal at the very end of a block: then its last token with any weight is meant.
-    last = jnp.where(inside > 0, jnp.arange(_LANES), 0).max(-1)
-    lane = jnp.minimum((running <= rest[:, None]).sum(-1), last)
+    lane = _first_beyond(jnp.cumsum(inside, axis=-1), inside, rest)
     return (block * _LANES + lane).astype(jnp.int32)
+
+
+def _first_beyond(running, weight, goal):
+    """The first index whose running sum passes the goal, among those with any weight: rounding may let a running sum
+    pass it a little early, late or never, and what was filtered out must not be drawn even then."""
+    index = jnp.arange(weight.shape[-1])
+    last = jnp.where(weight > 0, index, 0).max(-1, keepdims=True)
+    return jnp.where((weight > 0) & (running > goal[:, None]), index, last).min(-1)
 
 
 def _uniform(rows: SamplingRows):

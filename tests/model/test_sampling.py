@@ -7,7 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.sampling import BANNED, SamplingFlags, SamplingRows, SamplingState, argmax, prompt_logprobs, sample
+from model.sampling import (
+    BANNED,
+    SamplingFlags,
+    SamplingRows,
+    SamplingState,
+    _invert_cumulative,
+    argmax,
+    prompt_logprobs,
+    sample,
+)
 
 VOCAB, NUM_LOGPROBS = 300, 5  # not a multiple of 128 lanes
 DEFAULTS = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, frequency_penalty=0.0,
@@ -94,6 +103,22 @@ def test_frequencies_follow_the_distribution():
     chi_square = ((counts[[3, 140, 299]] - expected) ** 2 / expected).sum()
     assert counts.sum() == counts[[3, 140, 299]].sum()
     assert chi_square < 13.8  # 2 degrees of freedom, 0.1%
+
+
+def test_what_was_filtered_out_is_never_drawn():
+    """Also where the random number falls, but for rounding, on the border between two tokens."""
+    rng = np.random.default_rng(10)
+    rows, blocks = np.arange(64), 40
+    weight = np.exp(-rng.exponential(3, (64, blocks * 128))).astype(np.float32)
+    weight[rng.random(weight.shape) < 0.99] = 0
+    wide = jnp.asarray(weight.reshape(64, blocks, 128))
+    ends = np.asarray(jnp.cumsum(wide.sum(-1), axis=-1))
+    draw = jax.jit(_invert_cumulative)
+    for border in range(blocks):
+        exact = ends[:, border] / ends[:, -1]
+        for ulps in (-1, 0, 1):
+            uniform = np.clip(exact + ulps * 2.0**-23, 0, 1 - 2.0**-23).astype(np.float32)
+            assert (weight[rows, np.asarray(draw(wide, uniform))] > 0).all()
 
 
 def test_temperature_sharpens():
