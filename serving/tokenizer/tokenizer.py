@@ -61,7 +61,8 @@ class Tokenizer:
         """`add_special_tokens` adds what the model's texts start (or end) with, such as BOS. Special tokens written
         out in `text` are always recognised."""
         try:
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # The library's `encode` keeps the interpreter's lock all the while, its batches do not.
+            return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except (TypeError, UnicodeEncodeError) as error:
             raise InvalidRequest("the text is not valid Unicode: it holds half of a surrogate pair") from error
 

@@ -1,6 +1,8 @@
 """Ids, text, chats and special tokens of GGUF tokenizers: byte-level against transformers, llama kind against
 sentencepiece."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import gguf
@@ -88,6 +90,19 @@ def write_llama_gguf(path, **changes) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
+
+
+def test_a_long_text_leaves_other_threads_alone(smollm2: Tokenizer):
+    text, pauses = "What a wonderful world this is! " * 40_000, []
+    with ThreadPoolExecutor(1) as pool:
+        began = last = time.monotonic()
+        work = pool.submit(smollm2.encode, text)
+        while not work.done():
+            time.sleep(0.001)
+            last, pause = time.monotonic(), time.monotonic() - last
+            pauses.append(pause)
+    assert max(pauses) < (last - began) / 2
+    assert len(work.result()) == 40_000 * 7 + 1
 
 
 def test_llama_kind_ids_are_those_of_sentencepiece(tmp_path, golden: dict):
