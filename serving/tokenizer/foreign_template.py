@@ -31,8 +31,8 @@ def render_foreign(source: str, messages: list[dict[str, Any]], **options: Any) 
         answer = {}
     if "text" in answer:
         return answer["text"]
-    rule = f"chat_template needs more than {MAX_SECONDS} s, {MAX_BYTES >> 20} MB or {MAX_CHARS} characters"
-    raise InvalidRequest(answer.get("refused", rule), "chat_template")
+    rule = f"it needs more than {MAX_SECONDS} s, {MAX_BYTES >> 20} MB or {MAX_CHARS} characters"
+    raise InvalidRequest(f"chat_template: {answer.get('refused', rule)}", "chat_template")
 
 
 def _main(job: dict[str, Any]) -> None:
