@@ -1,3 +1,4 @@
+import asyncio
 from typing import Any
 
 import pytest
@@ -129,3 +130,21 @@ async def test_prompt_fields_of_the_answer(serve: Serve) -> None:
 async def test_neutral_values_of_later_features_are_taken(serve: Serve) -> None:
     await chat(serve(), tools=[], tool_choice="auto", response_format={"type": "text"}, parallel_tool_calls=True,
                structured_outputs=None, reasoning_effort=None)
+
+
+async def test_endless_templates_hold_up_nobody_else(serve: Serve) -> None:
+    loop = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
+    service = serve()
+    async with client_of(service) as client:
+        endless = [
+            asyncio.ensure_future(client.post("/v1/chat/completions", json={"messages": HI, "chat_template": loop}))
+            for _ in range(12)
+        ]
+        await asyncio.sleep(0.3)
+        long = {"prompt": "Hello" * 20_000}  # tokenized in a thread
+        answer = await asyncio.wait_for(client.post("/tokenize", json=long), 2)
+        assert answer.json()["count"] >= 20_000 and not any(one.done() for one in endless)
+        for one in endless[2:]:
+            one.cancel()
+        for response in await asyncio.gather(*endless[:2]):
+            assert response.status_code == 400 and "needs more than 2 s" in response.text

@@ -4,8 +4,10 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from msgspec import UNSET
@@ -41,6 +43,7 @@ from serving.request import EngineRequest
 from serving.tokenizer.foreign_template import render_foreign
 from serving.validation import to_engine_requests
 
+FOREIGN_TEMPLATES = ThreadPoolExecutor(2, "foreign-template")  # at a time, and never in the way of other threads' work
 TEMPLATE_OWN_NAMES = frozenset(
     ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
 )
@@ -82,7 +85,8 @@ async def chat_prompt_ids(service: Service, chat: ChatPrompt, documents: list[di
     }
     if chat.chat_template is not None:
         options["variables"] = {**tokenizer.special_tokens, **kwargs}
-        text = await asyncio.to_thread(render_foreign, chat.chat_template, messages, **options)
+        render = partial(render_foreign, chat.chat_template, messages, **options)
+        text = await asyncio.get_running_loop().run_in_executor(FOREIGN_TEMPLATES, render)
     else:
         text = tokenizer.apply_chat_template(messages, chat_template=template, **options, **kwargs)
     return await service.encode(text, add_special_tokens)
