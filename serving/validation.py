@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import msgspec
@@ -151,7 +152,8 @@ def fit_prompt(prompt_token_ids: list[int], sampling: SamplingParams, limits: Re
     return ids, sampling.max_tokens
 
 
-def bad_words_token_ids(bad_words: Sequence[str], tokenizer: Encoder) -> tuple[tuple[int, ...], ...]:
+@lru_cache(maxsize=8)  # the prompts of one request share them
+def bad_words_token_ids(bad_words: tuple[str, ...], tokenizer: Encoder) -> tuple[tuple[int, ...], ...]:
     """Each word as it is spelled at the start of a text and, where that takes as many tokens, after a space (vLLM's
     rule: a word in mid-sentence is usually one token that begins with the space)."""
     sequences: list[tuple[int, ...]] = []
@@ -191,7 +193,7 @@ def to_engine_requests(
                              "priority")
     ids, max_tokens = fit_prompt(prompt_token_ids, sampling, limits, default_max_tokens)
     # A tokenizer may know more tokens than the model, which never makes those.
-    bad_words = tuple(word for word in bad_words_token_ids(sampling.bad_words, tokenizer)
+    bad_words = tuple(word for word in bad_words_token_ids(tuple(sampling.bad_words), tokenizer)
                       if max(word) < limits.vocab_size)  # fmt: skip
     seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
     group = f"{request_id or 'req'}-{uuid.uuid4().hex[:12]}"

@@ -125,6 +125,20 @@ def test_words_of_tokens_that_the_model_does_not_have_are_not_banned(tokenizer: 
     assert max(map(max, small.bad_words_token_ids)) < 259
 
 
+def test_bad_words_are_spelled_once_for_all_prompts_of_a_request(tokenizer: Tokenizer) -> None:
+    class Counting:
+        calls = 0
+
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            self.calls += 1
+            return tokenizer.encode(text, add_special_tokens)
+
+    counting = Counting()
+    for _ in range(5):
+        to_engine_requests([1], SamplingParams(bad_words=("a", "b")), LIMITS, counting)
+    assert counting.calls == 4
+
+
 def test_an_id_is_short(tokenizer: Tokenizer) -> None:
     """gRPC has no limit of its own, and an id goes with every token."""
     with pytest.raises(InvalidRequest, match="request_id has 257 characters"):
@@ -146,9 +160,9 @@ def test_priority_needs_the_policy(tokenizer: Tokenizer) -> None:
 def test_bad_words_are_banned_with_and_without_a_space(tokenizer: Tokenizer) -> None:
     bare, spaced = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in ("b", " b"))
     assert len(spaced) == 2, "two tokens: not the same word"
-    assert bad_words_token_ids(["b"], tokenizer) == (bare,)
+    assert bad_words_token_ids(("b",), tokenizer) == (bare,)
     # " world" is one token, "world" five: only the plain spelling is of the word's length.
-    assert bad_words_token_ids([" world"], tokenizer) == (tuple(tokenizer.encode("world", add_special_tokens=False)),)
+    assert bad_words_token_ids((" world",), tokenizer) == (tuple(tokenizer.encode("world", add_special_tokens=False)),)
 
 
 def test_engine_requests_survive_the_wire(tokenizer: Tokenizer) -> None:
