@@ -6,6 +6,7 @@ Nothing depends on the other rows of a batch: a row's random number comes from i
 Axis letters: S rows, V vocab, U slots.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -145,7 +146,7 @@ def _draw(logits, rows: SamplingRows, flags: SamplingFlags):
     """One token a row from softmax(logits / temperature), filtered by min_p, top_k and top_p.
 
     The filters look for a threshold, by bisection over the bits of the distance to the best logit: exact, without a
-    sort, and ties at the threshold stay in. The draw inverts the cumulative sum: one random number a row.
+    sort, and ties at the threshold stay in.
     """
     distance = _in_lanes(logits.max(-1, keepdims=True) - logits, fill=jnp.inf)  # [S, V / 128, 128], >= 0
     temperature = jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None, None]
@@ -162,7 +163,7 @@ def _draw(logits, rows: SamplingRows, flags: SamplingFlags):
 
     weight = lax.cond(flags.top_k, top_k, lambda w: w, weight)
     weight = lax.cond(flags.top_p, top_p, lambda w: w, weight)
-    return _invert_cumulative(weight, _uniform(rows))
+    return _race(weight, rows)
 
 
 def _keep_nearest(weight, distance, amount, wanted):
@@ -180,35 +181,39 @@ def _keep_nearest(weight, distance, amount, wanted):
     return jnp.where(bits <= limit[:, None, None], weight, 0.0)
 
 
-def _invert_cumulative(weight, uniform):
-    """The first token at which the running sum of [S, blocks, 128] weights passes uniform * total."""
-    blocks = weight.sum(-1)
-    ends = jnp.cumsum(blocks, axis=-1)
-    goal = uniform * ends[:, -1]
-    block = _first_beyond(ends, blocks, goal)
-    rows = jnp.arange(block.shape[0])
-    rest = goal - (ends[rows, block] - blocks[rows, block])
-    inside = weight[rows, block]  # [S, 128]
-    lane = _first_beyond(jnp.cumsum(inside, axis=-1), inside, rest)
-    return (block * _LANES + lane).astype(jnp.int32)
+def _race(weight, rows: SamplingRows):
+    """A token a row with probability weight / sum(weight): the least of V exponential variables with these rates.
+
+    This is the Gumbel trick without its first logarithm. It flips only where two tokens tie, so the tiny differences of
+    logits between step shapes do not change what a seed gives; inverting a cumulative sum over 50,000 tokens did,
+    in half a percent of draws.
+    """
+    chance = _chances(rows, weight.shape[1:])
+    arrival = -jnp.log1p(-chance) / weight
+    arrival = jnp.where(weight > 0, arrival, jnp.inf)
+    return argmax(-arrival.reshape(weight.shape[0], -1))
 
 
-def _first_beyond(running, weight, goal):
-    """The first index whose running sum passes the goal, among those with any weight: rounding may let a running sum
-    pass it a little early, late or never, and what was filtered out must not be drawn even then."""
-    index = jnp.arange(weight.shape[-1])
-    last = jnp.where(weight > 0, index, 0).max(-1, keepdims=True)
-    return jnp.where((weight > 0) & (running > goal[:, None]), index, last).min(-1)
+def _chances(rows: SamplingRows, shape: tuple[int, ...]):
+    """Numbers in (0, 1) [S, *shape], from each row's seed and output index and the place alone.
 
+    Two keys a row from threefry; a place is mixed with them by the finalizer of MurmurHash3 (Appleby 2008), twice:
+    a full generator for every token would cost more than the rest of sampling.
+    """
 
-def _uniform(rows: SamplingRows):
-    """A number in [0, 1) a row, from its seed and output index."""
-
-    def one(seed, index):
+    def keys(seed, index):
         key = jax.random.wrap_key_data(lax.bitcast_convert_type(seed, jnp.uint32), impl="threefry2x32")
-        return jax.random.uniform(jax.random.fold_in(key, index))
+        return jax.random.bits(jax.random.fold_in(key, index), (2,))
 
-    return jax.vmap(one)(rows.seed, rows.output_index)
+    def mix(x):
+        x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+        x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+        return x ^ (x >> 16)
+
+    first, second = jnp.moveaxis(jax.vmap(keys)(rows.seed, rows.output_index), 1, 0).reshape(2, -1, *[1] * len(shape))
+    place = jnp.arange(math.prod(shape), dtype=jnp.uint32).reshape(shape)
+    bits = mix(mix(place + first) ^ second)
+    return (bits.astype(jnp.float32) + 0.5) * jnp.float32(2**-32)  # small ones, which win, keep all their bits
 
 
 def _in_lanes(x, *, fill):
