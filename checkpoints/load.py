@@ -17,7 +17,6 @@ from checkpoints.errors import CheckpointError, some
 from checkpoints.tensors import ParamSource, TensorSource
 
 Path = tuple[str, ...]
-Index = tuple[slice, ...]
 
 # Buffers that old checkpoints carry and every model recomputes.
 IGNORED = ("*.rotary_emb.inv_freq",)

@@ -47,8 +47,8 @@ class SamplingFlags(NamedTuple):
 
 
 class SamplingState(NamedTuple):
-    """Per slot, on the device. Rows of slots that do not use an option are stale and must not be read: a slot's bias
-    counts only in steps whose rows carry zeros elsewhere, so the runner resets what a new owner could see."""
+    """Per slot, on the device. A branch reads the rows of all slots in its step, so a slot whose owner uses no option
+    must be neutral: the scheduler sends an update that cleans it before a new owner runs."""
 
     bias: Float[Array, "U V"]  # logit_bias, allowed and banned tokens
     prompt_seen: Bool[Array, "U V"]

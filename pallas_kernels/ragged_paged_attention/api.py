@@ -7,7 +7,6 @@ Axis letters: T tokens, S rows, N query heads, K kv heads, H head dim, M pages o
 """
 
 from collections.abc import Callable
-from typing import Literal
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -15,10 +14,9 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.ragged_paged_attention import xla
 from pallas_kernels.ragged_paged_attention.layout import KVLayout
 
-Backend = Literal["xla"]
 AttentionFn = Callable[..., tuple[jax.Array, jax.Array]]
 
-__all__ = ["AttentionFn", "Backend", "KVLayout", "ragged_paged_attention"]
+__all__ = ["AttentionFn", "KVLayout", "ragged_paged_attention"]
 
 
 def ragged_paged_attention(
