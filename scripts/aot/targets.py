@@ -1,0 +1,128 @@
+"""Compiling for a chip that is not there: libtpu and the CUDA plugin compile on any machine for a described one."""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pallas_kernels.devices import DEVICES, Device
+
+# What XLA must know of an H200 (GpuTargetConfig as text): limits of sm_90, bandwidth, clock and memory of the card.
+H200_CONFIG = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 62914560
+  clock_rate_ghz: 1.98 device_memory_size: 150000000000 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 } registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 } runtime_version { major: 13 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """topology: the slice that is described to the compiler; config: a GpuTargetConfig for GPUs."""
+
+    device: Device
+    topology: str
+    config: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.device.name
+
+    @property
+    def platform(self) -> str:
+        return {"tpu": "tpu", "gpu": "cuda"}[self.device.platform]
+
+
+TARGETS: dict[str, Target] = {
+    target.name: target
+    for target in (
+        Target(device=DEVICES["v5e"], topology="v5e:2x4"),
+        Target(device=DEVICES["v6e"], topology="v6e:2x4"),
+        Target(device=DEVICES["v7x"], topology="tpu7x:2x2x1"),
+        Target(device=DEVICES["h200"], topology="1x1x8", config=H200_CONFIG),
+    )
+}
+
+
+class TargetUnavailable(RuntimeError):
+    """This environment has no compiler for the target; the message says what to install."""
+
+
+def prepare_environment() -> None:
+    """Before jax's first use in the process: CPU as the backend, no search for a real TPU or GPU."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+
+
+@contextlib.contextmanager
+def quiet_stderr() -> Iterator[Callable[[], str]]:
+    """Compilers write warnings about host names straight to descriptor 2; yields a function that returns them."""
+    with tempfile.TemporaryFile() as log:
+        saved = os.dup(2)
+        os.dup2(log.fileno(), 2)
+
+        def text() -> str:
+            log.seek(0)
+            return log.read().decode(errors="replace")
+
+        try:
+            yield text
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+
+
+def mesh_of(target: Target, axes: dict[str, int]) -> Any:
+    """A jax Mesh over the first devices of the target's slice, for example {"tensor": 8}."""
+    import jax
+    import numpy as np
+    from jax.experimental import topologies
+
+    if target.config:
+        options = {"topology_name": "", "topology": target.topology, "target_config": target.config}
+    else:
+        options = {"topology_name": target.topology}
+    with quiet_stderr():
+        try:
+            described = topologies.get_topology_desc(platform=target.platform, **options)
+        except Exception as error:
+            extra = "tpu" if target.platform == "tpu" else "cuda"
+            raise TargetUnavailable(
+                f"no compiler for {target.name} in this environment ({str(error).splitlines()[0][:200]}); "
+                f"install the project's extra {extra!r}: pip install -e '.[{extra}]'"
+            ) from error
+    count = int(np.prod(list(axes.values())))
+    devices = np.array(described.devices)
+    if count > devices.size:
+        raise ValueError(f"{axes} needs {count} devices; {target.topology} has {devices.size}")
+    return jax.sharding.Mesh(devices[:count].reshape(tuple(axes.values())), tuple(axes))
+
+
+def compile_for(
+    target: Target, fn: Callable, args: Sequence[Any], *, donate: Sequence[int] = (), mesh: Any = None
+) -> Any:
+    """Compiles fn(*args) for the target; args are pytrees of ShapeDtypeStruct, on one device where they have no sharding.
+
+    Returns jax's Compiled. Lowering and compiling raise what a real device's compiler raises.
+    """
+    import jax
+
+    mesh = mesh_of(target, {"one": 1}) if mesh is None else mesh
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def place(leaf: Any) -> jax.ShapeDtypeStruct:
+        sharding = getattr(leaf, "sharding", None) or replicated
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    placed = jax.tree.map(place, tuple(args))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # Pallas reads the chip's generation from it
+        lowered = jax.jit(fn, donate_argnums=tuple(donate)).lower(*placed)
+    return lowered.compile()
