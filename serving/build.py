@@ -23,7 +23,7 @@ from model.families.common import UnsupportedModel, param_sources
 from model.families.registry import read_config
 from model.transformer import Path as ParamPath
 from model.transformer import Transformer, abstract_model, param_axes, with_params
-from pallas_kernels.ragged_paged_attention.api import ragged_paged_attention
+from pallas_kernels.ragged_paged_attention.api import AttentionSpec, Backend, choose_backend
 from serving.config import EngineConfig
 from serving.errors import ConfigError
 from serving.request import EngineInfo
@@ -32,7 +32,7 @@ from serving.runner.memory import bytes_per_device
 from serving.runner.runner import ModelRunner, RunnerConfig
 from serving.tokenizer.load import load_tokenizer
 from sharding.mesh import MeshError, make_mesh, parse_mesh
-from sharding.rules import axis_rules
+from sharding.rules import AxisRules, axis_rules
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class LoadedModel:
     hf_config: Mapping[str, Any]
     params: Mapping[ParamPath, jax.Array]
     dtype: jnp.dtype
+    backend: Backend
 
     @property
     def num_parameters(self) -> int:
@@ -71,7 +72,8 @@ def _load(
     mesh = make_mesh(parse_mesh(engine.mesh))
     rules = axis_rules(mesh, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads)
     dtype = jnp.dtype(choose_dtype() if engine.dtype == "auto" else engine.dtype)
-    model = abstract_model(config, rules, ragged_paged_attention, dtype)
+    backend = _backend(config, engine, rules, dtype)
+    model = abstract_model(config, rules, backend.attend, dtype)
     axes = param_axes(model)
     shapes = {path: shape for path, (shape, _) in axes.items()}
     shardings = {path: rules.sharding(names, shape) for path, (shape, names) in axes.items()}
@@ -81,7 +83,20 @@ def _load(
         tied = ("lm_head.weight",) if config.tie_embeddings else ()
         params = load_params(checkpoint.source, param_sources(config), shapes, shardings, dtype, ignore=tied,
                              progress=progress)
-    return LoadedModel(with_params(model, params), checkpoint.config, params, dtype)
+    return LoadedModel(with_params(model, params), checkpoint.config, params, dtype, backend)
+
+
+def _backend(config: ModelConfig, engine: EngineConfig, rules: AxisRules, dtype: jnp.dtype) -> Backend:
+    """The attention kernel, chosen once."""
+    shards = rules.mesh.shape["tensor"] if rules.rules["kv_heads"] else 1
+    spec = AttentionSpec(
+        num_heads=config.num_heads // shards, num_kv_heads=config.num_kv_heads // shards, head_dim=config.head_dim,
+        page_size=engine.block_size, dtype=dtype, kv_dtype=dtype,
+    )  # fmt: skip
+    try:
+        return choose_backend(engine.attention_backend, spec, rules.mesh.devices.flat[0])
+    except ValueError as error:
+        raise ConfigError(f"--attention-backend and --block-size: {error}") from error
 
 
 def choose_dtype() -> str:
@@ -109,7 +124,7 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[ModelRun
         runner_config = _runner_config(config, model, progress)
         tokenizer = load_tokenizer(config.tokenizer or str(checkpoint.path))
         loaded = _load(checkpoint, model, config, progress)
-    runner = ModelRunner(loaded.model, runner_config, loaded.dtype)
+    runner = ModelRunner(loaded.model, runner_config, loaded.backend)
     info = EngineInfo(
         max_model_len=runner.max_model_len,
         vocab_size=model.vocab_size,
@@ -119,7 +134,7 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[ModelRun
         page_size=runner.page_size,
         dtype=str(loaded.dtype),
         kv_cache_dtype=str(loaded.dtype),
-        attention_backend="xla",
+        attention_backend=loaded.backend.name,
         mesh=str(parse_mesh(config.mesh)),
         model_family=model.family,
         num_parameters=loaded.num_parameters,
@@ -141,8 +156,6 @@ def _runner_config(config: EngineConfig, model: ModelConfig, progress: bool) -> 
     if tokens < rows:
         raise ConfigError(f"--max-num-batched-tokens {tokens} must be at least --max-num-seqs {rows}: "
                           "every running sequence gets one token a step")  # fmt: skip
-    if 128 % config.block_size:
-        raise ConfigError(f"--block-size {config.block_size} must divide 128, the tokens of an attention block")
     if config.num_pages is not None and config.num_pages < 2:
         raise ConfigError(f"--num-pages {config.num_pages} must be at least 2: page 0 is scratch")
     return RunnerConfig(
@@ -157,6 +170,13 @@ def _runner_config(config: EngineConfig, model: ModelConfig, progress: bool) -> 
     )
 
 
+def _attention_line(backend: Backend) -> str:
+    line = f"Attention: {backend.name}"
+    if backend.simulated:
+        line += ", simulated on the CPU: exact and slow"
+    return line if backend.fallback is None else f"{line}, because of {backend.fallback}"
+
+
 def _report(runner: ModelRunner, loaded: LoadedModel, info: EngineInfo) -> None:
     """What was chosen, and what could not be sharded."""
     model, rules, memory = loaded.model.config, loaded.model.rules, runner.memory
@@ -167,6 +187,7 @@ def _report(runner: ModelRunner, loaded: LoadedModel, info: EngineInfo) -> None:
         f"Model {model.family}: {info.num_parameters / 1e6:.1f}M parameters, {model.num_layers} layers, {info.dtype}, "
         f"{weights / 1e6:.0f} MB{on_each}",
         f"Mesh {info.mesh} on {jax.default_backend()} ({rules.mesh.size} of {jax.device_count()} devices)",
+        _attention_line(loaded.backend),
         *(f"Replicated: {axis}: {why}" for axis, why in rules.replicated.items()),
         f"KV cache: {info.num_pages - 1} pages of {info.page_size} tokens = {tokens} tokens, "
         f"{runner.kv_bytes / 1e6:.0f} MB{on_each}, {tokens / info.max_model_len:.1f} sequences of "

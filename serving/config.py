@@ -17,6 +17,7 @@ class EngineConfig:
     tokenizer: str | None = None  # None: from the model
     dtype: Dtype = "auto"
     mesh: str = "1x1"
+    attention_backend: Literal["auto", "xla", "mosaic_tpu", "mosaic_gpu"] = "auto"  # a kernel on a CPU: simulated
     max_model_len: int | None = None  # tokens, prompt and output together
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None  # token budget of a step

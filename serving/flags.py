@@ -36,6 +36,7 @@ def parse_flags(argv: Sequence[str]) -> ServerConfig:
         tokenizer=args.tokenizer,
         dtype=args.dtype,
         mesh=mesh or "1x1",
+        attention_backend=args.attention_backend,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
@@ -81,6 +82,9 @@ def _parser() -> _Parser:
 
     devices = parser.add_argument_group("devices")
     devices.add_argument("--mesh", metavar="TxD", help="tensor x data, as 8x1 or tensor=4,data=2 (default: 1x1)")
+    devices.add_argument("--attention-backend", choices=("auto", "xla", "mosaic_tpu", "mosaic_gpu"),
+                         default=engine.attention_backend,
+                         help="auto: the device's kernel where it fits, else xla; a kernel on a CPU is simulated")
     devices.add_argument("--tensor-parallel-size", type=int, metavar="N", help="as --mesh tensor=N")
     devices.add_argument("--data-parallel-size", type=int, metavar="N", help="as --mesh data=N")
     devices.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE",

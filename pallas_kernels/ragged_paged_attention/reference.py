@@ -3,44 +3,67 @@
 Shares no code with the fast backends, so that both cannot be wrong in the same way.
 """
 
+import ml_dtypes
 import numpy as np
 
 
 def ragged_paged_attention(
     q, k, v, kv_pages, layer, page_table, kv_lens, cu_q_lens, distribution, *,
-    scale, window=None, soft_cap=None, sinks=None,
+    scale, window=None, soft_cap=None, sinks=None, kv_bias=None, tree_mask=None,
 ):
-    """Same arguments as `api.ragged_paged_attention`, as numpy arrays. Returns (out float32, new kv_pages)."""
-    q, k, v, kv_pages = (np.array(a) for a in (q, k, v, kv_pages))
-    layer = int(layer)
-    page_size = kv_pages.shape[4]
-    group = q.shape[1] // k.shape[1]
+    """The arguments of `api.AttentionFn` as numpy arrays. Returns (out float32, new kv_pages).
+
+    kv_pages is [L, P, 2, K, B, H], or a pair of that in 8 bits and its scales [L, P, 2, K, B].
+    """
+    q = np.asarray(q, np.float32)
+    new = np.stack([k, v], axis=1)  # [T, 2, K, H]
+    quantized = isinstance(kv_pages, tuple)
+    paged = [np.array(a) for a in (kv_pages if quantized else (kv_pages,))]
+    written = _quantize(new.astype(np.float32), paged[0].dtype) if quantized else (new,)
+    layer, page_size, num_kv_heads = int(layer), paged[0].shape[4], k.shape[1]
     out = np.zeros(q.shape, np.float32)
     for row in range(int(distribution[2])):
-        start, end = int(cu_q_lens[row]), int(cu_q_lens[row + 1])
-        kv_len = int(kv_lens[row])
+        start, end, kv_len = int(cu_q_lens[row]), int(cu_q_lens[row + 1]), int(kv_lens[row])
         first = kv_len - (end - start)  # index in the cache of the row's first new token
         for token in range(start, end):
             index = first + token - start
-            page = page_table[row][index // page_size]
-            kv_pages[layer, page, 0, :, index % page_size] = k[token]
-            kv_pages[layer, page, 1, :, index % page_size] = v[token]
-        pages = kv_pages[layer, np.asarray(page_table[row][: -(-kv_len // page_size)])].astype(np.float32)
-        # [pages, 2, K, B, H] -> [2, tokens, K, H]
-        tokens = pages.transpose(1, 0, 3, 2, 4).reshape(2, -1, k.shape[1], q.shape[2])[:, :kv_len]
+            for array, value in zip(paged, written, strict=True):
+                array[layer, page_table[row][index // page_size], :, :, index % page_size] = value[token]
+        page = [page_table[row][i // page_size] for i in range(kv_len)]
+        slot = [i % page_size for i in range(kv_len)]
+        kv = paged[0][layer, page, :, :, slot].astype(np.float32)  # [tokens, 2, K, H]
+        if quantized:
+            kv *= paged[1][layer, page, :, :, slot][..., None]
+        bias = np.zeros((kv_len, num_kv_heads), np.float32)
+        if kv_bias is not None:
+            bias[:first] = np.asarray(kv_bias)[layer, page, :, slot][:first]
         for token in range(start, end):
             position = first + token - start
             visible = np.arange(kv_len) <= position
+            if tree_mask is not None and 2 <= end - start <= 32 * tree_mask.shape[1]:
+                for i in range(end - start):
+                    visible[first + i] = int(tree_mask[token, i // 32]) >> (i % 32) & 1
             if window is not None:
                 visible &= np.arange(kv_len) > position - window
             for head in range(q.shape[1]):
-                keys, values = tokens[0, visible, head // group], tokens[1, visible, head // group]
-                scores = keys @ q[token, head].astype(np.float32) * np.float32(scale)
+                kv_head = head * num_kv_heads // q.shape[1]
+                keys, values = kv[visible, 0, kv_head], kv[visible, 1, kv_head]
+                scores = keys @ q[token, head] * np.float32(scale)
                 if soft_cap is not None:
                     scores = soft_cap * np.tanh(scores / soft_cap)
+                scores += bias[visible, kv_head]
                 if sinks is not None:
                     scores = np.append(scores, np.float32(sinks[head]))
                 weights = np.exp(scores - scores.max())
                 weights /= weights.sum()
                 out[token, head] = weights[: len(values)] @ values
-    return out, kv_pages
+    return out, tuple(paged) if quantized else paged[0]
+
+
+def _quantize(rows: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """8-bit rows [..., H] and their scales: the largest number of a row becomes the largest of the format."""
+    largest = np.float32(127 if dtype == np.int8 else ml_dtypes.finfo(dtype).max)
+    scales = np.abs(rows).max(-1) * np.float32(1 / float(largest))
+    steps = rows / np.where(scales == 0, np.float32(1), scales)[..., None]
+    steps = np.rint(steps) if dtype == np.int8 else steps
+    return np.clip(steps, -largest, largest).astype(dtype), scales

@@ -21,8 +21,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.ragged_paged_attention.layout import KVLayout, KVPages
+from pallas_kernels.ragged_paged_attention.spec import AttentionSpec
+from quant.kv import QuantizedPages, quantize_rows
+
 # Measured on 2 CPU cores with the 135M shapes, see docs/performance.md.
-_KV_TOKENS = 128  # W
+_KV_TOKENS = 128  # W, or one page where that is longer
 _DECODE_ITEMS = 32  # C of the first pass
 _QUERY_TOKENS = 64  # Q of the second pass
 
@@ -45,26 +49,55 @@ def _nothing(shape: tuple[int, ...], head_dim: int) -> _Partial:
 class _Cache(NamedTuple):
     """One layer of the paged cache, and how scores are made."""
 
-    kv_pages: jax.Array  # [L, P, 2, K, B, H]
+    values: jax.Array  # [L, P, 2, K, B, H]
+    scales: jax.Array | None  # [L, P, 2, K, B]
+    bias: jax.Array | None  # [L, P, K, B]
     layer: jax.Array
     page_table: jax.Array  # [S, M'], a multiple of the pages of a KV block
     kv_lens: jax.Array  # [S]
+    first_new: jax.Array  # [S], index in the cache of the row's first new token
     window: int | None
     soft_cap: float | None
+
+    @property
+    def block_tokens(self) -> int:
+        return max(_KV_TOKENS, self.values.shape[4])
+
+    def gather(self, paged: jax.Array, page: jax.Array, *k_or_v: int) -> jax.Array:
+        """Pages [C, pages of a block] of this layer, head by head: [C, K, W, ...]."""
+        num_kv_heads = self.values.shape[3]
+        heads = jnp.arange(num_kv_heads)[:, None]
+        blocks = paged[self.layer, page[:, None, :], *k_or_v, heads]  # [C, K, pages, B, ...]
+        return blocks.reshape(page.shape[0], num_kv_heads, self.block_tokens, *blocks.shape[4:])
+
+
+class _Queries(NamedTuple):
+    """C items of M queries each."""
+
+    values: jax.Array  # [C, K, M, H]
+    position: jax.Array  # [C, M], index in the cache
+    tree: "_Tree | None"  # of [C, M]
+
+
+class _Tree(NamedTuple):
+    """Which tokens of its row a token sees, see `api.AttentionFn`."""
+
+    words: jax.Array  # [..., words] uint32
+    applies: jax.Array  # [...]; not to long rows
 
 
 def ragged_paged_attention(
     q, k, v, kv_pages, layer, page_table, kv_lens, cu_q_lens, distribution, *,
-    scale, window=None, soft_cap=None, sinks=None,
+    scale, window=None, soft_cap=None, sinks=None, kv_bias=None, tree_mask=None,
 ):  # fmt: skip
-    """See `api.ragged_paged_attention`."""
+    """See `api.AttentionFn`."""
     num_tokens, num_rows = q.shape[0], kv_lens.shape[0]
-    num_kv_heads, page_size = kv_pages.shape[3:5]
-    if _KV_TOKENS % page_size:
-        raise ValueError(f"{page_size=} must divide {_KV_TOKENS}, the tokens of a KV block")
     kv_pages = _write(k, v, kv_pages, layer, page_table, kv_lens, cu_q_lens, distribution)
-    table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % (_KV_TOKENS // page_size))))
-    cache = _Cache(kv_pages, layer, table, kv_lens, window, soft_cap)
+    values, scales = kv_pages if isinstance(kv_pages, QuantizedPages) else (kv_pages, None)
+    num_kv_heads, page_size = values.shape[3:5]
+    table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % max(1, _KV_TOKENS // page_size))))
+    first_new = kv_lens - (cu_q_lens[1:] - cu_q_lens[:-1])
+    cache = _Cache(values, scales, kv_bias, layer, table, kv_lens, first_new, window, soft_cap)
     queries = (q.astype(jnp.float32) * scale).astype(q.dtype)
     queries = queries.reshape(num_tokens, num_kv_heads, -1, q.shape[2])  # [T, K, G, H]
     finish = partial(_finish, sinks=sinks, shape=q.shape, dtype=q.dtype)
@@ -73,7 +106,7 @@ def ragged_paged_attention(
     if num_tokens == num_rows:  # a decode-only shape: every row has one token, row s is token s
         return finish(decoded), kv_pages
     # Rows that are not decoded got nothing in the first pass, tokens of decoded rows get nothing in the second.
-    chunked = _attend_chunks(queries, cache, cu_q_lens, distribution)
+    chunked = _attend_chunks(queries, tree_mask, cache, cu_q_lens, distribution)
     both = _combine(_slice(chunked, 0, num_rows), decoded)
     return finish(_put(chunked, both, 0)), kv_pages
 
@@ -89,45 +122,81 @@ def _finish(part: _Partial, *, sinks, shape, dtype) -> jax.Array:
     return (output / jnp.maximum(total, 1e-30)[..., None]).reshape(shape).astype(dtype)
 
 
-def _write(k, v, kv_pages, layer, page_table, kv_lens, cu_q_lens, distribution):
+def unsupported(spec: AttentionSpec, device_kind: str | None) -> str | None:
+    """What keeps this backend from serving `spec`, if anything."""
+    if _KV_TOKENS % spec.page_size and spec.page_size % _KV_TOKENS:
+        return f"page_size={spec.page_size} must divide {_KV_TOKENS}, the tokens of a KV block, or be a multiple of it"
+    return None
+
+
+def layout(**fields) -> KVLayout:
+    return KVLayout(**fields)
+
+
+def _write(k, v, kv_pages: KVPages, layer, page_table, kv_lens, cu_q_lens, distribution) -> KVPages:
     """Stores the new tokens' K and V; padding tokens go to page 0."""
-    page_size = kv_pages.shape[4]
+    page_size = (kv_pages.values if isinstance(kv_pages, QuantizedPages) else kv_pages).shape[4]
     token = jnp.arange(k.shape[0])
     row = jnp.searchsorted(cu_q_lens[1:], token, side="right")
     real = row < distribution[2]
     row = jnp.minimum(row, kv_lens.shape[0] - 1)
     index = kv_lens[row] - cu_q_lens[row + 1] + token
     page = jnp.where(real, page_table[row, jnp.where(real, index, 0) // page_size], 0)
-    kv = jnp.stack([k, v], axis=1).astype(kv_pages.dtype)  # [T, 2, K, H]
-    return kv_pages.at[layer, page, :, :, index % page_size].set(kv, mode="promise_in_bounds")
+    kv = jnp.stack([k, v], axis=1)  # [T, 2, K, H]
+
+    def put(paged: jax.Array, new: jax.Array) -> jax.Array:
+        new = new.astype(paged.dtype)
+        return paged.at[layer, page, :, :, index % page_size].set(new, mode="promise_in_bounds")
+
+    if isinstance(kv_pages, QuantizedPages):
+        return QuantizedPages(*map(put, kv_pages, quantize_rows(kv, kv_pages.values.dtype)))
+    return put(kv_pages, kv)
 
 
-def _attend_items(queries, row, kv_block, position, live, cache: _Cache) -> _Partial:
-    """C items: queries [C, K, M, H] of rows [C], at cache positions [C, M], against KV blocks [C]. To [C, K, M]."""
-    items, num_kv_heads, _, head_dim = queries.shape
-    pages_per_block = _KV_TOKENS // cache.kv_pages.shape[4]
-    page = cache.page_table[row[:, None], kv_block[:, None] * pages_per_block + jnp.arange(pages_per_block)]
-    heads = jnp.arange(num_kv_heads)[:, None]
-    keys, values = (
-        cache.kv_pages[cache.layer, page[:, None, :], k_or_v, heads].reshape(items, num_kv_heads, _KV_TOKENS, head_dim)
-        for k_or_v in (0, 1)
-    )
-    index = kv_block[:, None] * _KV_TOKENS + jnp.arange(_KV_TOKENS)  # [C, W]
+def _attend_items(queries: _Queries, row, kv_block, live, cache: _Cache) -> _Partial:
+    """C items of rows [C] against KV blocks [C]. Returns [C, K, M]."""
+    size = cache.block_tokens
+    pages = size // cache.values.shape[4]
+    page = cache.page_table[row[:, None], kv_block[:, None] * pages + jnp.arange(pages)]
+    keys, values = (cache.gather(cache.values, page, k_or_v) for k_or_v in (0, 1))
+    index = kv_block[:, None] * size + jnp.arange(size)  # [C, W]
     written = (index < cache.kv_lens[row][:, None]) & live[:, None]
-    visible = (index[:, None] <= position[:, :, None]) & written[:, None]  # [C, M, W]
+    visible = _visible(queries, index, cache.first_new[row]) & written[:, None]  # [C, M, W]
     if cache.window is not None:
-        visible &= index[:, None] > position[:, :, None] - cache.window
+        visible &= index[:, None] > queries.position[:, :, None] - cache.window
 
-    scores = jnp.einsum("ckmh,ckwh->ckmw", queries, keys, preferred_element_type=jnp.float32)
+    dtype = queries.values.dtype
+    scores = jnp.einsum("ckmh,ckwh->ckmw", queries.values, keys.astype(dtype), preferred_element_type=jnp.float32)
+    if cache.scales is not None:
+        scores *= cache.gather(cache.scales, page, 0)[:, :, None]
     if cache.soft_cap is not None:
         scores = cache.soft_cap * jnp.tanh(scores / cache.soft_cap)
+    if cache.bias is not None:
+        old = index < cache.first_new[row][:, None]
+        scores += jnp.where(old[:, None], cache.gather(cache.bias, page), 0)[:, :, None]
     scores = jnp.where(visible[:, None], scores, _MASKED)
     maximum = jnp.maximum(scores.max(-1), _LOWEST)
     weights = jnp.exp(scores - maximum[..., None])
+    total = weights.sum(-1)
     # Zeroed beyond the row's length: 0 * NaN left there by an earlier owner would be NaN.
-    values = jnp.where(written[:, None, :, None], values, 0)
-    output = jnp.einsum("ckmw,ckwh->ckmh", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
-    return _Partial(maximum, weights.sum(-1), output)
+    values = jnp.where(written[:, None, :, None], values, 0).astype(dtype)
+    if cache.scales is not None:
+        scales = jnp.where(written[:, None], cache.gather(cache.scales, page, 1), 0)
+        weights *= scales[:, :, None]
+    output = jnp.einsum("ckmw,ckwh->ckmh", weights.astype(dtype), values, preferred_element_type=jnp.float32)
+    return _Partial(maximum, total, output)
+
+
+def _visible(queries: _Queries, index, first_new) -> jax.Array:
+    """[C, M, W]: the keys [C, W] at cache index `index` that come before a query, or that its tree mask names."""
+    causal = index[:, None] <= queries.position[:, :, None]
+    if queries.tree is None:
+        return causal
+    words, applies = queries.tree
+    node = index - first_new[:, None]  # [C, W]: its number among the row's new tokens
+    word = jnp.take_along_axis(words, jnp.clip(node // 32, 0, words.shape[-1] - 1)[:, None], axis=2)  # [C, M, W]
+    seen = (word >> (node % 32).astype(jnp.uint32)[:, None]) & 1 == 1
+    return jnp.where(applies[:, :, None] & (node >= 0)[:, None], seen, causal)
 
 
 def _combine(old: _Partial, new: _Partial) -> _Partial:
@@ -150,9 +219,11 @@ def _put(part: _Partial, piece: _Partial, at) -> _Partial:
     return _Partial(*(lax.dynamic_update_slice_in_dim(a, b, at, 0) for a, b in zip(part, piece, strict=True)))
 
 
-def _first_block(position, window):
+def _first_block(position, cache: _Cache):
     """The first KV block that a query at `position` sees."""
-    return jnp.zeros_like(position) if window is None else jnp.maximum(position - window + 1, 0) // _KV_TOKENS
+    if cache.window is None:
+        return jnp.zeros_like(position)
+    return jnp.maximum(position - cache.window + 1, 0) // cache.block_tokens
 
 
 def _attend_rows(queries, cache: _Cache, num_decode) -> _Partial:
@@ -160,8 +231,8 @@ def _attend_rows(queries, cache: _Cache, num_decode) -> _Partial:
     num_rows, num_kv_heads, group, head_dim = queries.shape
     items = min(_DECODE_ITEMS, num_rows)
     position = cache.kv_lens - 1
-    first = _first_block(position, cache.window)
-    count = jnp.where(jnp.arange(num_rows) < num_decode, position // _KV_TOKENS + 1 - first, 0)
+    first = _first_block(position, cache)
+    count = jnp.where(jnp.arange(num_rows) < num_decode, position // cache.block_tokens + 1 - first, 0)
     end = jnp.cumsum(count)
 
     def body(step, acc: _Partial) -> _Partial:
@@ -169,7 +240,7 @@ def _attend_rows(queries, cache: _Cache, num_decode) -> _Partial:
         row = jnp.minimum(jnp.searchsorted(end, item, side="right", method="compare_all"), num_rows - 1)
         live = item < end[-1]
         kv_block = jnp.where(live, item - end[row] + count[row] + first[row], 0)
-        part = _attend_items(queries[row], row, kv_block, position[row][:, None], live, cache)
+        part = _attend_items(_Queries(queries[row], position[row][:, None], None), row, kv_block, live, cache)
         # Items are in order of rows, so they touch at most C consecutive ones: one slice in, one slice out.
         local = row - row[0]
         mine = (local == jnp.arange(items)[:, None]) & live  # [rows C, items C]
@@ -184,13 +255,14 @@ def _attend_rows(queries, cache: _Cache, num_decode) -> _Partial:
     return _slice(_loop(end[-1], items, body, acc), 0, num_rows)
 
 
-def _attend_chunks(queries, cache: _Cache, cu_q_lens, distribution) -> _Partial:
+def _attend_chunks(queries, tree_mask, cache: _Cache, cu_q_lens, distribution) -> _Partial:
     """Rows of more tokens, queries [T, K, G, H]: one item (query block, KV block) at a time. Returns [T, K, G]."""
     num_tokens, num_kv_heads, group, head_dim = queries.shape
     num_rows, size = cache.kv_lens.shape[0], _QUERY_TOKENS
     padded = jnp.pad(queries, ((0, size), (0, 0), (0, 0), (0, 0)))
     rows = jnp.arange(num_rows)
     lengths = jnp.where((rows >= distribution[0]) & (rows < distribution[2]), cu_q_lens[1:] - cu_q_lens[:-1], 0)
+    words = None if tree_mask is None else jnp.pad(tree_mask, ((0, size), (0, 0)))
 
     # Query blocks, in order of their tokens.
     block_end = jnp.cumsum(-(-lengths // size))
@@ -201,8 +273,8 @@ def _attend_chunks(queries, cache: _Cache, cu_q_lens, distribution) -> _Partial:
     tokens = jnp.where(used, jnp.minimum(lengths[row] - offset, size), 0)
     start = jnp.where(used, cu_q_lens[row] + offset, 0)
     position = cache.kv_lens[row] - lengths[row] + offset
-    first = _first_block(position, cache.window)
-    count = jnp.where(used, (position + tokens - 1) // _KV_TOKENS + 1 - first, 0)
+    first = _first_block(position, cache)
+    count = jnp.where(used, (position + tokens - 1) // cache.block_tokens + 1 - first, 0)
     end = jnp.cumsum(count)
 
     def body(item, acc: _Partial) -> _Partial:
@@ -211,8 +283,14 @@ def _attend_chunks(queries, cache: _Cache, cu_q_lens, distribution) -> _Partial:
         # [Q, K, G, H] to [1, K, QG, H]
         chunk = lax.dynamic_slice_in_dim(padded, start[j], size).swapaxes(0, 1)
         chunk = chunk.reshape(1, num_kv_heads, size * group, head_dim)
-        positions = jnp.repeat(position[j] + jnp.arange(size), group)
-        part = _attend_items(chunk, row[j][None], kv_block[None], positions[None], jnp.ones(1, bool), cache)
+        positions = jnp.repeat(position[j] + jnp.arange(size), group)[None]
+        tree = None
+        if words is not None:
+            mine = lax.dynamic_slice_in_dim(words, start[j], size)
+            applies = jnp.broadcast_to(lengths[row[j]] <= 32 * words.shape[1], positions.shape)
+            tree = _Tree(jnp.repeat(mine, group, axis=0)[None], applies)
+        items = _Queries(chunk, positions, tree)
+        part = _attend_items(items, row[j][None], kv_block[None], jnp.ones(1, bool), cache)
         part = _Partial(*(a[0].reshape(num_kv_heads, size, group, *a.shape[3:]).swapaxes(0, 1) for a in part))
         old = _slice(acc, start[j], size)
         mine = (jnp.arange(size) < tokens[j])[:, None, None]  # the tokens after them are other rows'

@@ -1,6 +1,5 @@
-"""Every attention backend against the dense float32 reference, which hand-worked numbers pin."""
+"""The reference by hand, and the XLA backend against it. The kernels' tests draw from the same cases."""
 
-from dataclasses import dataclass, field
 from functools import partial
 
 import jax
@@ -11,75 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.ragged_paged_attention import reference
-from pallas_kernels.ragged_paged_attention.api import KVLayout, ragged_paged_attention
-from tests.tolerances import ATTENTION
-
-LAYERS, LAYER = 2, 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """(new tokens, length with them) of each row; rows of one token first."""
-
-    rows: tuple[tuple[int, int], ...]
-    heads: tuple[int, int] = (4, 2)
-    head_dim: int = 16
-    page_size: int = 8
-    num_tokens: int = 0  # 0: just enough
-    num_rows: int = 0
-    shared_pages: bool = False  # rows 0 and 1 share their first page
-    seed: int = 0
-    options: dict = field(default_factory=dict)
-
-
-def inputs(case: Case, dtype=jnp.float32):
-    """Random q, k, v and cache. Whatever nobody may read, unused pages and slots beyond a row's length, is NaN."""
-    rng = np.random.default_rng(case.seed)
-    (n, k), h, b = case.heads, case.head_dim, case.page_size
-    lens, kv_lens = [q for q, _ in case.rows], [length for _, length in case.rows]
-    num_rows = max(case.num_rows, len(lens), 1)
-    decode = next((i for i, q in enumerate(lens) if q != 1), len(lens))
-    num_tokens = max(case.num_tokens, sum(lens), num_rows if decode == len(lens) else num_rows + 1)
-    pages_of = [-(-length // b) for length in kv_lens]
-    row_pages = max([*pages_of, 1])
-    num_pages = sum(pages_of) + 3
-    free = list(rng.permutation(np.arange(1, num_pages)))
-    table = np.zeros((num_rows, row_pages), np.int32)
-    for row, count in enumerate(pages_of):
-        table[row, :count] = [free.pop() for _ in range(count)]
-    if case.shared_pages:
-        table[1, 0] = table[0, 0]
-    cache = rng.standard_normal((LAYERS, num_pages, 2, k, b, h), np.float32)
-    used = {int(p) for row, count in enumerate(pages_of) for p in table[row, :count]}
-    cache[:, [p for p in range(num_pages) if p not in used]] = np.nan
-    for row, length in enumerate(kv_lens):
-        if length % b:
-            cache[:, table[row, length // b], :, :, length % b :] = np.nan
-    cu_q_lens = np.zeros(num_rows + 1, np.int32)
-    cu_q_lens[1 : len(lens) + 1] = np.cumsum(lens)
-    cu_q_lens[len(lens) + 1 :] = sum(lens)
-    padded_kv_lens = np.zeros(num_rows, np.int32)
-    padded_kv_lens[: len(lens)] = kv_lens
-    q, key, value = (rng.standard_normal((num_tokens, heads, h), np.float32) for heads in (n, k, k))
-    cast = partial(jnp.asarray, dtype=dtype)
-    distribution = np.array([decode, decode, len(lens)], np.int32)
-    return (cast(q), cast(key), cast(value), cast(cache), jnp.int32(LAYER), table, padded_kv_lens, cu_q_lens,
-            distribution)  # fmt: skip
-
-
-def check(case: Case, dtype: str = "float32") -> None:
-    args = inputs(case, jnp.dtype(dtype))
-    scale = case.head_dim**-0.5
-    run = jax.jit(partial(ragged_paged_attention, scale=scale, **case.options))
-    out, cache = run(*args)
-    as_float32 = [np.asarray(a, np.float32) if a.dtype == jnp.bfloat16 else np.asarray(a) for a in args]
-    want, want_cache = reference.ragged_paged_attention(*as_float32, scale=scale, **case.options)
-    real = int(args[7][-1])
-    np.testing.assert_allclose(np.asarray(out, np.float32)[:real], want[:real], atol=ATTENTION[dtype], rtol=0)
-    # Only page 0, where padding goes, may differ; all else is as the reference left it, bit for bit.
-    np.testing.assert_array_equal(np.asarray(cache, np.float32)[:, 1:], want_cache[:, 1:])
-    again, _ = run(*args)
-    np.testing.assert_array_equal(np.asarray(out[:real]), np.asarray(again[:real]))
+from pallas_kernels.ragged_paged_attention.api import AttentionSpec, KVLayout, choose_backend
+from pallas_kernels.ragged_paged_attention.xla import ragged_paged_attention
+from quant.kv import QuantizedPages, quantize_rows
+from tests.kernels.ragged_cases import Case, check, inputs
 
 
 def test_reference_by_hand():
@@ -122,11 +56,20 @@ CASES = {
     "one kv head of 16": Case(rows=((1, 20), (20, 20)), heads=(16, 1)),
     "head size 128, page 16": Case(rows=((1, 33), (20, 40)), head_dim=128, page_size=16),
     "page 128": Case(rows=((1, 200), (20, 140)), page_size=128),
+    "page 256": Case(rows=((1, 300), (20, 257)), page_size=256),
     "window": Case(rows=((1, 300), (3, 9), (40, 200)), options={"window": 8}),
     "window longer than the row": Case(rows=((1, 30), (9, 9)), options={"window": 300}),
     "soft cap": Case(rows=((1, 30), (9, 40)), options={"soft_cap": 2.0}),
     "sinks": Case(rows=((1, 30), (9, 40)), options={"sinks": np.array([-1.0, 0.0, 1.0, 5.0], np.float32)}),
     "shared prefix": Case(rows=((1, 20), (1, 30)), shared_pages=True),
+    "bias": Case(rows=((1, 1), (1, 30), (9, 40), (12, 12)), bias=True),
+    "bias and soft cap": Case(rows=((1, 30), (9, 40)), bias=True, options={"soft_cap": 2.0}),
+    "trees": Case(rows=((1, 30), (9, 140), (32, 32), (5, 300)), tree_words=1),
+    "trees of two words beside a long chunk": Case(rows=((40, 90), (3, 9), (90, 100)), tree_words=2),
+    "tree in a window": Case(rows=((9, 140), (30, 31)), tree_words=1, options={"window": 20}),
+    "int8": Case(rows=((1, 30), (9, 40), (20, 20)), kv_dtype="int8"),
+    "int8, bias": Case(rows=((1, 30), (9, 40)), kv_dtype="int8", bias=True),
+    "fp8": Case(rows=((1, 30), (9, 40), (20, 20)), kv_dtype="float8_e4m3fn"),
 }
 
 
@@ -137,7 +80,7 @@ def test_named(name: str):
 
 @pytest.mark.parametrize("name", ["decode", "mixed", "window"])
 def test_bfloat16(name: str):
-    check(CASES[name], "bfloat16")
+    check(CASES[name], dtype="bfloat16")
 
 
 row = st.tuples(st.integers(2, 40), st.integers(0, 150)).map(lambda r: (r[0], r[0] + r[1]))
@@ -157,20 +100,51 @@ def test_random_batches(decode, chunks, seed, window, heads):
 
 def test_a_decode_only_batch_fills_a_decode_only_shape():
     """T == S is the shape without chunks: the same numbers as in a larger shape."""
-    case = Case(rows=((1, 5), (1, 77), (1, 130)), num_rows=4, num_tokens=4)
-    wide = Case(rows=case.rows, num_rows=4, num_tokens=32)
-    small, large = inputs(case), inputs(wide)
-    for at in range(3):  # the same three tokens
-        large = (*large[:at], large[at].at[:3].set(small[at][:3]), *large[at + 1 :])
-    large = (*large[:3], small[3], *large[4:5], small[5], *large[6:])
+    small = inputs(Case(rows=((1, 5), (1, 77), (1, 130)), num_rows=4, num_tokens=4))
     run = jax.jit(partial(ragged_paged_attention, scale=0.25))
-    np.testing.assert_allclose(np.asarray(run(*small)[0])[:3], np.asarray(run(*large)[0])[:3], atol=1e-6)
+    tight, _ = run(small.q, small.k, small.v, small.values, *small.step)
+    wide = [np.pad(a, ((0, 28), (0, 0), (0, 0))) for a in (small.q, small.k, small.v)]
+    loose, _ = run(*wide, small.values, *small.step)
+    np.testing.assert_allclose(tight[:3], loose[:3], atol=1e-6)
 
 
-def test_layout_moves_through_the_canonical_order():
-    layout = KVLayout(num_layers=2, num_pages=3, page_size=4, num_kv_heads=2, head_dim=8, dtype=jnp.dtype("float32"))
-    pages = jnp.arange(np.prod(layout.shape), dtype=jnp.float32).reshape(layout.shape)
-    canonical = layout.to_canonical(pages)
-    assert canonical.shape == (2, 3, 4, 2, 2, 8)
-    np.testing.assert_array_equal(layout.from_canonical(canonical), pages)
-    assert layout.page_bytes * layout.num_pages == pages.nbytes
+@pytest.mark.parametrize("fields", [
+    {}, {"row_dim": 16}, {"row_dim": 16, "side_by_side": True}, {"dtype": jnp.dtype("int8")},
+])  # fmt: skip
+def test_layout_moves_through_the_canonical_order(fields):
+    layout = KVLayout(**{"num_layers": 2, "num_pages": 3, "page_size": 4, "num_kv_heads": 2, "head_dim": 8,
+                         "dtype": jnp.dtype("float32"), **fields})  # fmt: skip
+    canonical = np.random.default_rng(0).integers(0, 99, (2, 3, 4, 2, 2, 8)).astype(layout.dtype)
+    values = layout.from_canonical(jnp.asarray(canonical))
+    assert values.shape == layout.shape
+    np.testing.assert_array_equal(layout.to_canonical(values), canonical)
+    pages = layout.zeros()
+    arrays = pages if isinstance(pages, QuantizedPages) else (pages,)
+    assert layout.page_bytes * layout.num_pages == sum(array.nbytes for array in arrays)
+
+
+@pytest.mark.parametrize("dtype, step", [("int8", 0.5), ("float8_e4m3fn", 16)])
+def test_quantized_rows(dtype, step):
+    """The largest of a row is kept, the others are off by half a step at most; a row of zeros stays so."""
+    rows = jnp.array([[4.0, -2.0, 1.0, 0.3], [0.0, 0.0, 0.0, 0.0], [1e-3, -5e-4, 0.0, 2e-5]])
+    values, scales = quantize_rows(rows, jnp.dtype(dtype))
+    assert values.dtype == jnp.dtype(dtype)
+    restored = values.astype(jnp.float32) * scales[:, None]
+    np.testing.assert_allclose(restored[:, 0], rows[:, 0], rtol=1e-6)
+    error = np.asarray(jnp.abs(restored - rows))
+    assert (error <= step * np.asarray(scales)[:, None] * 1.001).all()
+
+
+SPEC = dict(num_heads=4, num_kv_heads=2, head_dim=64, page_size=16, dtype=jnp.dtype("float32"),
+            kv_dtype=jnp.dtype("float32"))  # fmt: skip
+
+
+def test_the_backend_is_chosen_once_and_says_what_it_cannot_do():
+    cpu = jax.devices("cpu")[0]
+    assert choose_backend("auto", AttentionSpec(**SPEC), cpu).name == "xla"
+    with pytest.raises(ValueError, match="attention backend 'cuda' is not one of auto"):
+        choose_backend("cuda", AttentionSpec(**SPEC), cpu)
+    with pytest.raises(ValueError, match="page_size=48 must divide 128"):
+        choose_backend("xla", AttentionSpec(**{**SPEC, "page_size": 48}), cpu)
+    with pytest.raises(ValueError, match="num_heads=3 must be a multiple of num_kv_heads=2"):
+        AttentionSpec(**{**SPEC, "num_heads": 3})

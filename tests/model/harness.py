@@ -15,7 +15,8 @@ from model.config import ModelConfig
 from model.families.common import param_sources
 from model.families.registry import read_config
 from model.transformer import Transformer, abstract_model, param_axes, with_params
-from pallas_kernels.ragged_paged_attention.api import KVLayout, ragged_paged_attention
+from pallas_kernels.ragged_paged_attention.api import KVLayout
+from pallas_kernels.ragged_paged_attention.xla import ragged_paged_attention
 from sharding.mesh import make_mesh, parse_mesh
 from sharding.rules import axis_rules
 
