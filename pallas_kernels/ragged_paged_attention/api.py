@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-import jax
 from jaxtyping import Array, Float, Int, UInt32
 
 from pallas_kernels.ragged_paged_attention import mosaic_gpu, mosaic_tpu, xla
