@@ -109,7 +109,7 @@ def mesh_of(target: Target, axes: dict[str, int]) -> Any:
 def compile_for(
     target: Target, fn: Callable, args: Sequence[Any], *, donate: Sequence[int] = (), mesh: Any = None
 ) -> Any:
-    """Compiles fn(*args) for the target; args are pytrees of ShapeDtypeStruct, on one device where they have no sharding.
+    """Compiles fn(*args) for the target; args: pytrees of ShapeDtypeStruct, on one device where they have no sharding.
 
     Returns jax's Compiled. Lowering and compiling raise what a real device's compiler raises.
     """
