@@ -4,7 +4,8 @@ The work of a step is a flat list of items, each a few queries against one KV bl
 with a dynamic trip count goes through the list, so the cost follows the sum of the real lengths, never the longest row
 and never the pool. Partial softmaxes merge with the usual running maximum and sum (FlashAttention-2, Dao 2023).
 
-Two passes: rows of one token, many items at a time because each is small; then longer rows, one query block at a time.
+Three passes: rows of one token, many items at a time because each is small; then rows of a few tokens in small tiles,
+which waste little, and long ones in large tiles, which multiply faster.
 
 Operands are laid out so that the two products of an item are plain batched ones, [C, K] x (M, H, W): otherwise XLA
 transposes one of them, or the scores, in every loop step.
@@ -25,10 +26,20 @@ from pallas_kernels.ragged_paged_attention.layout import KVLayout, KVPages
 from pallas_kernels.ragged_paged_attention.spec import AttentionSpec
 from quant.kv import QuantizedPages, quantize_rows
 
+
+class _Tile(NamedTuple):
+    """What an item is, and how many are computed at a time."""
+
+    items: int  # C
+    queries: int  # Q, tokens
+    keys: int  # W; rounded down to whole pages, one at least
+
+
 # Measured on 2 CPU cores with the 135M shapes, see docs/performance.md.
-_KV_TOKENS = 128  # W, or one page where that is longer
-_DECODE_ITEMS = 32  # C of the first pass
-_QUERY_TOKENS = 64  # Q of the second pass
+_DECODE = _Tile(32, 1, 128)
+_SHORT = _Tile(1, 32, 64)
+_LONG = _Tile(1, 128, 256)
+_LONG_ROW = 128  # new tokens
 
 _MASKED = -1e30  # the score of what may not be seen; finite, so that differences are never NaN
 _LOWEST = -1e29  # no maximum is lower: exp(MASKED - LOWEST) is 0, also where nothing is seen
@@ -53,22 +64,24 @@ class _Cache(NamedTuple):
     scales: jax.Array | None  # [L, P, 2, K, B]
     bias: jax.Array | None  # [L, P, K, B]
     layer: jax.Array
-    page_table: jax.Array  # [S, M'], a multiple of the pages of a KV block
+    page_table: jax.Array  # [S, M'], padded so that the last KV block is whole
     kv_lens: jax.Array  # [S]
     first_new: jax.Array  # [S], index in the cache of the row's first new token
     window: int | None
     soft_cap: float | None
 
-    @property
-    def block_tokens(self) -> int:
-        return max(_KV_TOKENS, self.values.shape[4])
+    def block_pages(self, tile: _Tile) -> int:
+        return max(1, tile.keys // self.values.shape[4])
+
+    def block_tokens(self, tile: _Tile) -> int:
+        return self.block_pages(tile) * self.values.shape[4]
 
     def gather(self, paged: jax.Array, page: jax.Array, *k_or_v: int) -> jax.Array:
         """Pages [C, pages of a block] of this layer, head by head: [C, K, W, ...]."""
         num_kv_heads = self.values.shape[3]
         heads = jnp.arange(num_kv_heads)[:, None]
         blocks = paged[self.layer, page[:, None, :], *k_or_v, heads]  # [C, K, pages, B, ...]
-        return blocks.reshape(page.shape[0], num_kv_heads, self.block_tokens, *blocks.shape[4:])
+        return blocks.reshape(page.shape[0], num_kv_heads, -1, *blocks.shape[4:])
 
 
 class _Queries(NamedTuple):
@@ -95,7 +108,7 @@ def ragged_paged_attention(
     kv_pages = _write(k, v, kv_pages, layer, page_table, kv_lens, cu_q_lens, distribution)
     values, scales = kv_pages if isinstance(kv_pages, QuantizedPages) else (kv_pages, None)
     num_kv_heads, page_size = values.shape[3:5]
-    table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % max(1, _KV_TOKENS // page_size))))
+    table = jnp.pad(page_table, ((0, 0), (0, max(_DECODE.keys, _LONG.keys) // page_size)))
     first_new = kv_lens - (cu_q_lens[1:] - cu_q_lens[:-1])
     cache = _Cache(values, scales, kv_bias, layer, table, kv_lens, first_new, window, soft_cap)
     queries = (q.astype(jnp.float32) * scale).astype(q.dtype)
@@ -106,7 +119,13 @@ def ragged_paged_attention(
     if num_tokens == num_rows:  # a decode-only shape: every row has one token, row s is token s
         return finish(decoded), kv_pages
     # Rows that are not decoded got nothing in the first pass, tokens of decoded rows get nothing in the second.
-    chunked = _attend_chunks(queries, tree_mask, cache, cu_q_lens, distribution)
+    chunked = _nothing((num_tokens + _LONG.queries, *queries.shape[1:3]), q.shape[2])
+    lengths = cu_q_lens[1:] - cu_q_lens[:-1]
+    in_use = (jnp.arange(num_rows) >= distribution[0]) & (jnp.arange(num_rows) < distribution[2])
+    for tile, mine in ((_SHORT, lengths < _LONG_ROW), (_LONG, lengths >= _LONG_ROW)):
+        lengths_here = jnp.where(in_use & mine, lengths, 0)
+        chunked = _attend_chunks(chunked, queries, tree_mask, cache, cu_q_lens, lengths_here, tile)
+    chunked = _slice(chunked, 0, num_tokens)
     both = _combine(_slice(chunked, 0, num_rows), decoded)
     return finish(_put(chunked, both, 0)), kv_pages
 
@@ -123,9 +142,7 @@ def _finish(part: _Partial, *, sinks, shape, dtype) -> jax.Array:
 
 
 def unsupported(spec: AttentionSpec, device_kind: str | None) -> str | None:
-    """What keeps this backend from serving `spec`, if anything."""
-    if _KV_TOKENS % spec.page_size and spec.page_size % _KV_TOKENS:
-        return f"page_size={spec.page_size} must divide {_KV_TOKENS}, the tokens of a KV block, or be a multiple of it"
+    """What keeps this backend from serving `spec`: nothing."""
     return None
 
 
@@ -153,10 +170,9 @@ def _write(k, v, kv_pages: KVPages, layer, page_table, kv_lens, cu_q_lens, distr
     return put(kv_pages, kv)
 
 
-def _attend_items(queries: _Queries, row, kv_block, live, cache: _Cache) -> _Partial:
+def _attend_items(queries: _Queries, row, kv_block, live, cache: _Cache, tile: _Tile) -> _Partial:
     """C items of rows [C] against KV blocks [C]. Returns [C, K, M]."""
-    size = cache.block_tokens
-    pages = size // cache.values.shape[4]
+    pages, size = cache.block_pages(tile), cache.block_tokens(tile)
     page = cache.page_table[row[:, None], kv_block[:, None] * pages + jnp.arange(pages)]
     keys, values = (cache.gather(cache.values, page, k_or_v) for k_or_v in (0, 1))
     index = kv_block[:, None] * size + jnp.arange(size)  # [C, W]
@@ -219,20 +235,21 @@ def _put(part: _Partial, piece: _Partial, at) -> _Partial:
     return _Partial(*(lax.dynamic_update_slice_in_dim(a, b, at, 0) for a, b in zip(part, piece, strict=True)))
 
 
-def _first_block(position, cache: _Cache):
+def _first_block(position, cache: _Cache, tile: _Tile):
     """The first KV block that a query at `position` sees."""
     if cache.window is None:
         return jnp.zeros_like(position)
-    return jnp.maximum(position - cache.window + 1, 0) // cache.block_tokens
+    return jnp.maximum(position - cache.window + 1, 0) // cache.block_tokens(tile)
 
 
 def _attend_rows(queries, cache: _Cache, num_decode) -> _Partial:
     """Rows of one token, queries [S, K, G, H]: C items (row, KV block) at a time. Returns [S, K, G]."""
     num_rows, num_kv_heads, group, head_dim = queries.shape
-    items = min(_DECODE_ITEMS, num_rows)
+    tile = _DECODE
+    items = min(tile.items, num_rows)
     position = cache.kv_lens - 1
-    first = _first_block(position, cache)
-    count = jnp.where(jnp.arange(num_rows) < num_decode, position // cache.block_tokens + 1 - first, 0)
+    first = _first_block(position, cache, tile)
+    count = jnp.where(jnp.arange(num_rows) < num_decode, position // cache.block_tokens(tile) + 1 - first, 0)
     end = jnp.cumsum(count)
 
     def body(step, acc: _Partial) -> _Partial:
@@ -240,7 +257,7 @@ def _attend_rows(queries, cache: _Cache, num_decode) -> _Partial:
         row = jnp.minimum(jnp.searchsorted(end, item, side="right", method="compare_all"), num_rows - 1)
         live = item < end[-1]
         kv_block = jnp.where(live, item - end[row] + count[row] + first[row], 0)
-        part = _attend_items(_Queries(queries[row], position[row][:, None], None), row, kv_block, live, cache)
+        part = _attend_items(_Queries(queries[row], position[row][:, None], None), row, kv_block, live, cache, tile)
         # Items are in order of rows, so they touch at most C consecutive ones: one slice in, one slice out.
         local = row - row[0]
         mine = (local == jnp.arange(items)[:, None]) & live  # [rows C, items C]
@@ -255,13 +272,14 @@ def _attend_rows(queries, cache: _Cache, num_decode) -> _Partial:
     return _slice(_loop(end[-1], items, body, acc), 0, num_rows)
 
 
-def _attend_chunks(queries, tree_mask, cache: _Cache, cu_q_lens, distribution) -> _Partial:
-    """Rows of more tokens, queries [T, K, G, H]: one item (query block, KV block) at a time. Returns [T, K, G]."""
+def _attend_chunks(acc: _Partial, queries, tree_mask, cache: _Cache, cu_q_lens, lengths, tile: _Tile) -> _Partial:
+    """Rows of `lengths` [S] new tokens, 0: not this one; queries [T, K, G, H]. An item: (query block, KV block).
+
+    acc: of T + Q tokens at least. Returns it with those of the rows filled in.
+    """
     num_tokens, num_kv_heads, group, head_dim = queries.shape
-    num_rows, size = cache.kv_lens.shape[0], _QUERY_TOKENS
+    num_rows, size = cache.kv_lens.shape[0], tile.queries
     padded = jnp.pad(queries, ((0, size), (0, 0), (0, 0), (0, 0)))
-    rows = jnp.arange(num_rows)
-    lengths = jnp.where((rows >= distribution[0]) & (rows < distribution[2]), cu_q_lens[1:] - cu_q_lens[:-1], 0)
     words = None if tree_mask is None else jnp.pad(tree_mask, ((0, size), (0, 0)))
 
     # Query blocks, in order of their tokens.
@@ -273,8 +291,8 @@ def _attend_chunks(queries, tree_mask, cache: _Cache, cu_q_lens, distribution) -
     tokens = jnp.where(used, jnp.minimum(lengths[row] - offset, size), 0)
     start = jnp.where(used, cu_q_lens[row] + offset, 0)
     position = cache.kv_lens[row] - lengths[row] + offset
-    first = _first_block(position, cache)
-    count = jnp.where(used, (position + tokens - 1) // cache.block_tokens + 1 - first, 0)
+    first = _first_block(position, cache, tile)
+    count = jnp.where(used, (position + tokens - 1) // cache.block_tokens(tile) + 1 - first, 0)
     end = jnp.cumsum(count)
 
     def body(item, acc: _Partial) -> _Partial:
@@ -290,7 +308,7 @@ def _attend_chunks(queries, tree_mask, cache: _Cache, cu_q_lens, distribution) -
             applies = jnp.broadcast_to(lengths[row[j]] <= 32 * words.shape[1], positions.shape)
             tree = _Tree(jnp.repeat(mine, group, axis=0)[None], applies)
         items = _Queries(chunk, positions, tree)
-        part = _attend_items(items, row[j][None], kv_block[None], jnp.ones(1, bool), cache)
+        part = _attend_items(items, row[j][None], kv_block[None], jnp.ones(1, bool), cache, tile)
         part = _Partial(*(a[0].reshape(num_kv_heads, size, group, *a.shape[3:]).swapaxes(0, 1) for a in part))
         old = _slice(acc, start[j], size)
         mine = (jnp.arange(size) < tokens[j])[:, None, None]  # the tokens after them are other rows'
@@ -298,5 +316,4 @@ def _attend_chunks(queries, tree_mask, cache: _Cache, cu_q_lens, distribution) -
                                           output=part.output * mine[..., None]))  # fmt: skip
         return _put(acc, new, start[j])
 
-    acc = _nothing((num_tokens + size, num_kv_heads, group), head_dim)
-    return _slice(_loop(end[-1], 1, body, acc), 0, num_tokens)
+    return _loop(end[-1], tile.items, body, acc)
