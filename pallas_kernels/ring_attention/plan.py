@@ -1,0 +1,233 @@
+"""The plan of a ring: which query tile needs which KV block in which step. Made once a step, used by every layer.
+
+Queries are cut into tiles of Q tokens of one row, a device's KV into blocks of W tokens of one row, blocks into rounds of
+R. In a round every device's R blocks travel once around the ring. A device's work in a step of it is a list of items:
+a tile and a range of the resident blocks. What is masked for all of a tile is in no range, a tile without a range is in no
+list, and blocks that nobody further on needs are not sent on. Positions decide, not places, so every layout of the tokens
+is right; ascending positions within a row and device make the ranges tight.
+
+Axis letters: T tokens, S rows, M pages of the longest row, P pages, B page tokens (all of one device); D devices;
+J query tiles, Q tokens of a tile, C KV blocks (a multiple of R), W tokens of a block, R blocks of a round, U = C / R rounds.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Int
+
+from pallas_kernels.ring_attention.config import RingConfig
+
+NOWHERE = np.iinfo(np.int32).max  # the position of a KV slot that holds nothing: after every query
+
+
+class Items(NamedTuple):
+    """A device's work: item i < count[u, s] of round u, step s. [U, D, J] each; blocks are counted within the round."""
+
+    tile: jax.Array
+    first: jax.Array  # blocks first .. end - 1; of these, clear_from .. clear_to - 1 need no mask
+    end: jax.Array
+    clear_from: jax.Array
+    clear_to: jax.Array
+    is_first: jax.Array  # 1: nothing was attended for this tile before
+    is_last: jax.Array  # 1: nothing will be
+
+
+@partial(jax.tree_util.register_dataclass, meta_fields=("axis_name", "config", "window"), data_fields=(
+    "tile_token", "tile_position", "token_place", "block_page", "block_valid", "block_position", "round_blocks", "hops",
+    "num_rounds", "count", "items", "write_page", "write_token", "num_writes"))
+@dataclass(frozen=True, kw_only=True)
+class RingPlan:
+    """Arrays of one device. block_valid, block_position, round_blocks and hops know all devices, by the source device."""
+
+    axis_name: str
+    config: RingConfig
+    window: int | None
+    tile_token: jax.Array  # [J, Q] token of each place of a tile, T where none is
+    tile_position: jax.Array  # [J, Q] its position, -1 where none is
+    token_place: jax.Array  # [T] tile * Q + place of each token, -1 for padding
+    block_page: jax.Array  # [C, W / B] this device's pages
+    block_valid: jax.Array  # [D, C] tokens in each block
+    block_position: jax.Array  # [D, C, W] their positions, then NOWHERE
+    round_blocks: jax.Array  # [D, U] blocks of a round
+    hops: jax.Array  # [D, U] how many places to the right somebody needs them
+    num_rounds: jax.Array  # []
+    count: jax.Array  # [U, D] items of each step
+    items: Items
+    write_page: jax.Array  # [Wp] pages that get new tokens, 0 behind the last
+    write_token: jax.Array  # [Wp, B] the new token of each slot, T where the old bytes stay
+    num_writes: jax.Array  # []
+
+
+def prefill_slots(page_table, kv_lens, cu_q_lens, num_tokens: int, page_size: int) -> tuple[jax.Array, jax.Array]:
+    """(page [T], offset [T]) of each new token; padding gets page 0."""
+    token = jnp.arange(num_tokens)
+    row = jnp.searchsorted(cu_q_lens[1:], token, side="right")
+    real = row < kv_lens.shape[0]
+    row = jnp.minimum(row, kv_lens.shape[0] - 1)
+    index = jnp.where(real, kv_lens[row] - cu_q_lens[row + 1] + token, 0)
+    return jnp.where(real, page_table[row, index // page_size], 0), index % page_size
+
+
+def write_positions(
+    slot_positions: Int[Array, "P B"],
+    page_table: Int[Array, "S M"],
+    kv_lens: Int[Array, " S"],
+    cu_q_lens: Int[Array, " S+1"],
+    positions: Int[Array, " T"],
+) -> Int[Array, "P B"]:
+    """Records the true positions of the new tokens in the slots they get. Once a step, before the plan is made."""
+    page, offset = prefill_slots(page_table, kv_lens, cu_q_lens, positions.shape[0], slot_positions.shape[1])
+    return slot_positions.at[page, offset].set(positions, mode="promise_in_bounds")
+
+
+def ring_plan(
+    slot_positions: Int[Array, "P B"],
+    page_table: Int[Array, "S M"],
+    kv_lens: Int[Array, " S"],
+    cu_q_lens: Int[Array, " S+1"],
+    positions: Int[Array, " T"],
+    *,
+    axis_name: str,
+    config: RingConfig,
+    window: int | None = None,
+) -> RingPlan:
+    """Called inside `shard_map` over `axis_name`; all arrays are the device's own. Gathers a few integers a token.
+
+    slot_positions: position of the token in each slot of this device's pages, the new ones included (`write_positions`).
+    page_table[s]: this device's pages of row s in order. kv_lens[s]: this device's tokens of the row, the new ones
+    included. cu_q_lens: of this device's new tokens. positions: their true positions. Layers with different windows
+    need one plan a window.
+    """
+    config.check_page_size(slot_positions.shape[1])
+    devices, me = lax.axis_size(axis_name), lax.axis_index(axis_name)
+    tiles = _tiles(cu_q_lens, positions, config.query_tokens)
+    blocks = _blocks(slot_positions, page_table, kv_lens, config)
+    valid, position, block_row = (lax.all_gather(a, axis_name) for a in blocks[1:])
+    everyone = [lax.all_gather(a, axis_name) for a in tiles.bounds]
+
+    # Arrays [D, C], or [J, D, C] and [D', J, D, C] against tiles.
+    lowest, highest = position.min(-1), jnp.where(position == NOWHERE, -1, position).max(-1)
+    size = config.round_blocks(page_table.shape, slot_positions.shape[1])
+    rounds = valid.shape[1] // size
+
+    def visible(row, first, last):
+        seen = (row[..., None, None] == block_row) & (valid > 0) & (lowest <= last[..., None, None])
+        return seen if window is None else seen & (highest > first[..., None, None] - window)
+
+    def clear(row, first, last):
+        whole = (row[..., None, None] == block_row) & (valid == config.kv_tokens) & (highest <= first[..., None, None])
+        return whole if window is None else whole & (lowest > last[..., None, None] - window)
+
+    num_blocks = (valid > 0).sum(1)
+    needed = visible(*everyone).any(1).reshape(devices, devices, rounds, size).any(-1)  # [D', D, U]
+    distance = (jnp.arange(devices)[:, None] - jnp.arange(devices)) % devices
+    source = (me - jnp.arange(devices)) % devices  # in step s the blocks of device me - s are here
+
+    def by_step(a):  # [J, D, C] to [U, D, J, R]
+        return a.reshape(-1, devices, rounds, size)[:, source].transpose(2, 1, 0, 3)
+
+    count, items = _items(by_step(visible(*tiles.bounds)), by_step(clear(*tiles.bounds)))
+    write_page, write_token, num_writes = _writes(
+        page_table, kv_lens, cu_q_lens, positions.shape[0], slot_positions.shape[1])
+    return RingPlan(
+        axis_name=axis_name, config=config, window=window,
+        tile_token=tiles.token, tile_position=tiles.position, token_place=tiles.place,
+        block_page=blocks[0], block_valid=valid, block_position=position,
+        round_blocks=jnp.clip(num_blocks[:, None] - jnp.arange(rounds) * size, 0, size),
+        hops=jnp.where(needed, distance[:, :, None], 0).max(0),
+        num_rounds=(-(-num_blocks // size)).max(), count=count, items=items,
+        write_page=write_page, write_token=write_token, num_writes=num_writes,
+    )  # fmt: skip
+
+
+class _Tiles(NamedTuple):
+    token: jax.Array
+    position: jax.Array
+    place: jax.Array
+    bounds: tuple[jax.Array, jax.Array, jax.Array]  # [J] row, least and greatest position; (_, NOWHERE, -1) if unused
+
+
+def _parts(lengths, size: int, most: int):
+    """Rows cut into parts of `size`: row [J], number of the part within its row [J], whether it is in use [J]; `most` = J."""
+    parts = -(-lengths // size)
+    end = jnp.cumsum(parts)
+    part = jnp.arange(most)
+    row = jnp.minimum(jnp.searchsorted(end, part, side="right"), lengths.shape[0] - 1)
+    used = part < end[-1]
+    return row, jnp.where(used, part - end[row] + parts[row], 0), used
+
+
+def _tiles(cu_q_lens, positions, size: int) -> _Tiles:
+    num_tokens, num_rows = positions.shape[0], cu_q_lens.shape[0] - 1
+    lengths = cu_q_lens[1:] - cu_q_lens[:-1]
+    row, number, used = _parts(lengths, size, num_tiles(num_tokens, num_rows, size))
+    place = number[:, None] * size + jnp.arange(size)
+    real = used[:, None] & (place < lengths[row][:, None])
+    token = jnp.where(real, cu_q_lens[row][:, None] + place, num_tokens)
+    position = positions.at[token].get(mode="fill", fill_value=-1)
+    least = jnp.where(real, position, NOWHERE).min(1)
+    place_of = jnp.full(num_tokens, -1).at[token.reshape(-1)].set(jnp.arange(token.size), mode="drop")
+    return _Tiles(token, position, place_of, (row, least, position.max(1)))
+
+
+def _blocks(slot_positions, page_table, kv_lens, config: RingConfig):
+    """block_page [C, W / B], valid [C], positions [C, W] and row [C] of this device's KV."""
+    num_rows, row_pages = page_table.shape
+    page_size, size = slot_positions.shape[1], config.kv_tokens
+    most = num_rows * -(-row_pages * page_size // size)
+    most += -most % config.round_blocks(page_table.shape, page_size)
+    row, number, used = _parts(kv_lens, size, most)
+    valid = jnp.where(used, jnp.clip(kv_lens[row] - number * size, 0, size), 0)
+    index = number[:, None] * (size // page_size) + jnp.arange(size // page_size)
+    present = jnp.arange(size // page_size) * page_size < valid[:, None]
+    page = jnp.where(present, page_table[row[:, None], jnp.minimum(index, row_pages - 1)], 0)
+    position = jnp.where(jnp.arange(size) < valid[:, None], slot_positions[page].reshape(most, size), NOWHERE)
+    return page, valid, position, row
+
+
+def _items(visible, clear) -> tuple[jax.Array, Items]:
+    """From bool [U, D, J, R]. Each tile's visible blocks become one range, which may hold invisible ones."""
+    rounds, devices, tiles, size = visible.shape
+    active = visible.any(-1)
+    first, end = visible.argmax(-1), size - visible[..., ::-1].argmax(-1)
+    clear_from = jnp.where(clear.any(-1), clear.argmax(-1), end)
+    unclear = ~clear & (jnp.arange(size) > clear_from[..., None])
+    clear_to = jnp.where(unclear.any(-1), unclear.argmax(-1), size)
+    clear_to = jnp.maximum(jnp.minimum(clear_to, end), clear_from)
+    visits = active.reshape(-1, tiles).astype(jnp.int32).cumsum(0)
+    is_first = (visits == 1).reshape(active.shape) & active
+    is_last = (visits == visits[-1]).reshape(active.shape) & active
+    order = jnp.argsort(~active, axis=-1, stable=True)
+    fields = (first, end, clear_from, clear_to, is_first, is_last)
+    items = Items(order, *(jnp.take_along_axis(a, order, -1).astype(jnp.int32) for a in fields))
+    return active.sum(-1), items
+
+
+def _writes(page_table, kv_lens, cu_q_lens, num_tokens: int, page_size: int):
+    """The pages that new tokens go to: page [Wp], new token of each slot [Wp, B], how many."""
+    num_rows, row_pages = page_table.shape
+    lengths = cu_q_lens[1:] - cu_q_lens[:-1]
+    start = kv_lens - lengths
+    pages = jnp.where(lengths > 0, (kv_lens + page_size - 1) // page_size - start // page_size, 0)
+    row, number, used = _parts(pages, 1, num_write_pages(num_tokens, num_rows, page_size))
+    number += start[row] // page_size
+    page = jnp.where(used, page_table[row, jnp.minimum(number, row_pages - 1)], 0)
+    index = number[:, None] * page_size + jnp.arange(page_size)
+    new = used[:, None] & (index >= start[row][:, None]) & (index < kv_lens[row][:, None])
+    token = jnp.where(new, cu_q_lens[row][:, None] + index - start[row][:, None], num_tokens)
+    return page, token, pages.sum()
+
+
+def num_tiles(num_tokens: int, num_rows: int, size: int) -> int:
+    """The most tiles that T tokens of S rows make."""
+    return (num_tokens + num_rows * (size - 1)) // size
+
+
+def num_write_pages(num_tokens: int, num_rows: int, page_size: int) -> int:
+    """The most pages that T new tokens of S rows touch; a row's first and last one partly."""
+    return min((num_tokens + num_rows * (2 * page_size - 2)) // page_size, num_tokens)
