@@ -1,0 +1,86 @@
+"""Ragged paged attention on NVIDIA GPUs of sm_90, written in Pallas' Mosaic GPU.
+
+Three launches at most on the way of a token: the new K and V are written to their pages (XLA's scatter, in place: other
+blocks of the same row read them, and no order exists between the blocks of one launch), attention (kernel.py; once for
+rows of one token, once for the longer ones, if the step can have any), and the merge of rows that several workers
+shared (merge.py).
+
+Axis letters: T tokens, S rows, N query heads, K kv heads, G = N / K, H head dim, L layers, P pages, B page tokens.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.devices import DEVICES
+from pallas_kernels.ragged_paged_attention.layout import KVLayout
+from pallas_kernels.ragged_paged_attention.mosaic_gpu.config import QUERY_ROWS, Blocks, chunk_blocks, decode_blocks
+from pallas_kernels.ragged_paged_attention.mosaic_gpu.schedule import Batch, make_schedule
+from pallas_kernels.ragged_paged_attention.spec import AttentionSpec
+from pallas_kernels.ragged_paged_attention.xla import _write
+from quant.kv import LARGEST, QuantizedPages
+
+_SMS = DEVICES["h200"].cores
+
+
+def unsupported(spec: AttentionSpec, device_kind: str | None) -> str | None:
+    return None
+
+
+def layout(**fields) -> KVLayout:
+    return KVLayout(**fields)
+
+
+def ragged_paged_attention(
+    q, k, v, kv_pages, layer, page_table, kv_lens, cu_q_lens, distribution, *,
+    scale, window=None, soft_cap=None, sinks=None, kv_bias=None, tree_mask=None, interpret=False,
+    decode: Blocks | None = None, chunk: Blocks | None = None,
+):  # fmt: skip
+    """See `api.AttentionFn`. decode, chunk: block sizes of the two launches, chosen by shape if None."""
+    from pallas_kernels.ragged_paged_attention.mosaic_gpu.kernel import Launch, attend
+    from pallas_kernels.ragged_paged_attention.mosaic_gpu.merge import merge
+
+    (num_tokens, num_heads, head_dim), num_rows = q.shape, kv_lens.shape[0]
+    kv_pages = _write(k, v, kv_pages, layer, page_table, kv_lens, cu_q_lens, distribution)
+    values, scales = kv_pages if isinstance(kv_pages, QuantizedPages) else (kv_pages, None)
+    num_pages, _, num_kv_heads, page_size = values.shape[1:5]
+    group = num_heads // num_kv_heads
+    batch = Batch(kv_lens, cu_q_lens, distribution)
+
+    packed = (q.astype(jnp.float32) * scale).astype(q.dtype).reshape(num_tokens, num_kv_heads, group, head_dim)
+    packed = packed.swapaxes(0, 1).reshape(num_kv_heads, num_tokens * group, head_dim)
+    packed = jnp.pad(packed, ((0, 0), (0, 2 * QUERY_ROWS), (0, 0)))
+    operands = dict(
+        layer=jnp.asarray(layer, jnp.int32).reshape(1), table=page_table, pages=values.reshape(-1, head_dim),
+        scales=None if scales is None else scales.reshape(-1, page_size),
+        bias=None if kv_bias is None else kv_bias.reshape(-1, page_size),
+    )  # fmt: skip
+    if sinks is not None:
+        sinks = jnp.tile(sinks.astype(jnp.float32).reshape(num_kv_heads, group), (1, -(-QUERY_ROWS // group) + 1))
+        sinks = sinks[:, : QUERY_ROWS + group]
+    tree = None
+    if tree_mask is not None:
+        tree = jnp.repeat(jax.lax.bitcast_convert_type(tree_mask, jnp.int32), group, axis=0)
+        tree = jnp.pad(tree, ((0, 2 * QUERY_ROWS), (0, 0))).T
+
+    def launch(blocks: Blocks, is_decode: bool):
+        words = 0 if tree is None or is_decode else tree.shape[0]
+        shape = Launch(
+            group=group, num_kv_heads=num_kv_heads, num_pages=num_pages, page_size=page_size, head_dim=head_dim,
+            dtype=q.dtype, kv_dtype=values.dtype, blocks=blocks, sms=2 if interpret else _SMS, window=window,
+            soft_cap=soft_cap, tree_words=words, bias=kv_bias is not None, sinks=sinks is not None, interpret=interpret,
+        )
+        schedule = make_schedule(
+            batch, group=group, num_kv_heads=num_kv_heads, rows=blocks.rows, num_tokens=num_tokens,
+            kv_tokens=blocks.kv_tokens, num_workers=shape.workers, decode=is_decode, window=window, tree_words=words,
+        )
+        out, *parts = attend(shape, schedule, q=packed, sinks=sinks, tree=tree if words else None, **operands)
+        return merge(shape, schedule, out, *parts, sinks)
+
+    kinds = dict(head_dim=head_dim, dtype=q.dtype, kv_dtype=values.dtype, bias=kv_bias is not None)
+    out = launch(decode or decode_blocks(**kinds), True)
+    if num_tokens != num_rows:
+        chunks = launch(chunk or chunk_blocks(**kinds), False)
+        decoded = jnp.arange(out.shape[1]) < distribution[0] * group
+        out = jnp.where(decoded[None, :, None], out, chunks)
+    out = out[:, : num_tokens * group].reshape(num_kv_heads, num_tokens, group, head_dim)
+    return out.swapaxes(0, 1).reshape(q.shape), kv_pages

@@ -1,0 +1,452 @@
+"""The attention kernel: a persistent grid, one block a multiprocessor, warpgroups that move data and that compute.
+
+    moving warpgroup      page ids from the table; TMA of K and V, [piece of a page, H] each     -> stage of the ring
+    computing warpgroup   wgmma: scores [64, W] = queries x keys; mask, softmax in registers     -> stage of K is free
+                          wgmma: output [64, H] += probabilities x values                        -> stage of V is free
+    at the end of an item output / sum -> shared memory -> TMA in pieces of a power of two rows, or, where the item goes
+                          on in another worker, the partial softmax to a workspace (merge.py)
+
+Query rows are packed per kv head: row t * G + g is token t, query head g of its G. A query block is 64 of those rows
+(128 with shared KV blocks), whatever they belong to within their sequence; a row of one token has G of them and the
+rest of the 64 repeats its neighbours', computed and not stored: rows never mix.
+
+Keys are masked in the blocks that need it: the diagonal, the last block, a window's left edge, trees. What lies beyond
+the last key is NaN or worse, so there the rows of V are zeroed in shared memory before the product.
+
+8-bit pages: the block is widened to the queries' dtype in shared memory; scales multiply scores and probabilities.
+
+Axis letters: T tokens, S rows, N query heads, K kv heads, G = N / K, H head dim, L layers, P pages, B page tokens,
+M pages of a row, C tree words; W tokens of a KV block; R rings, J query blocks.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.interpret import gpu_params
+from pallas_kernels.ragged_paged_attention.mosaic_gpu.config import QUERY_ROWS, Blocks, out_columns
+from pallas_kernels.ragged_paged_attention.mosaic_gpu.schedule import (
+    BEGIN, ITEM, SEGMENTS, STOP, Schedule, Segment, read_segment,
+)  # fmt: skip
+from quant.kv import LARGEST
+
+SEMANTICS = plgpu.LoweringSemantics.Lane  # layouts are ours to say
+LOG2E = math.log2(math.e)
+MASKED = -1e30  # the score of what may not be seen; finite, so that differences are never NaN
+LOWEST = -1e29  # no maximum is lower: exp2(MASKED - LOWEST) is 0, also where nothing is seen
+
+TILE = plgpu.Layout.WGMMA
+ROW = plgpu.Layout.WGMMA.reduce(1)  # one number for each of 64 rows
+COLUMN = plgpu.Layout.WGMMA.reduce(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What a launch is compiled for."""
+
+    group: int  # G
+    num_kv_heads: int
+    num_pages: int
+    page_size: int
+    head_dim: int
+    dtype: Any
+    kv_dtype: Any
+    blocks: Blocks
+    sms: int
+    window: int | None
+    soft_cap: float | None
+    tree_words: int
+    bias: bool
+    sinks: bool
+    interpret: bool
+
+    @property
+    def quantized(self) -> bool:
+        return jnp.dtype(self.kv_dtype).name in LARGEST
+
+    @property
+    def workers(self) -> int:
+        return self.sms * self.blocks.rings
+
+    @property
+    def parts(self) -> int:
+        """Warpgroups that take different rows of one item."""
+        return self.blocks.warpgroups if self.blocks.shared else 1
+
+    @property
+    def piece(self) -> int:
+        """Tokens of one TMA copy: a page, or a KV block within a longer page."""
+        return min(self.blocks.kv_tokens, self.page_size)
+
+    @property
+    def fetched_rows(self) -> int:
+        """Query rows that an item's fetch needs: of one token, the G rounded up to whole groups of 8."""
+        return QUERY_ROWS if self.blocks.shared else -(-self.group // 8) * 8
+
+
+def matrix(shape: tuple[int, ...], dtype) -> Any:
+    """Shared memory as wgmma and TMA want it: tiles of 8 rows, swizzled so that no two rows of a tile share a bank."""
+    bits = jnp.dtype(dtype).itemsize * 8
+    swizzle = plgpu.find_swizzle(shape[-1] * bits)
+    transforms = (plgpu.TilingTransform((8, swizzle * 8 // bits)), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def rows_of(x, shape):
+    return lax.broadcast_in_dim(x, shape, [0])
+
+
+def columns_of(x, shape):
+    return lax.broadcast_in_dim(x, shape, [1])
+
+
+def _iota(shape, dimension):
+    return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=TILE)
+
+
+def _scores(q_ref, k_ref, kv_tokens: int):
+    """[64, W] float32."""
+
+    def product(acc):
+        plgpu.wgmma(acc, q_ref, k_ref.transpose((1, 0)))
+        return acc[...]
+
+    return pl.run_scoped(product, plgpu.ACC((QUERY_ROWS, kv_tokens), jnp.float32))
+
+
+def _accumulate(acc, weights, v_ref, interpret: bool):
+    """acc [64, H] + weights [64, W] x values [W, H].
+
+    The one step that differs in interpret mode, whose wgmma takes no operand from registers and no first value.
+    """
+    if interpret:
+        return acc + jnp.dot(weights, v_ref[...], preferred_element_type=jnp.float32)
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, v_ref))(plgpu.ACC.init(acc))
+
+
+def finish(refs: dict, launch: Launch, acc, maximum, total, *, head, query, rows, offset, lane, column=0) -> None:
+    """Divides by the sum and stores `rows` rows to out[head, query .., column ..].
+
+    acc: [64, H], or some columns of it from `column` on. offset: the first row's place among those of its sequence.
+    lane: whose staging buffer.
+    """
+    if launch.sinks:
+        at = lax.rem(offset, launch.group)
+        sink = plgpu.load(refs["sinks"].at[head, pl.ds(at, QUERY_ROWS)], layout=ROW, optimized=False) * LOG2E
+        highest = jnp.maximum(maximum, sink)
+        rescale = jnp.exp2(maximum - highest)
+        total = total * rescale + jnp.exp2(sink - highest)
+        acc = acc * rows_of(rescale, acc.shape)
+    acc = acc * rows_of(1.0 / jnp.maximum(total, 1e-30), acc.shape)
+    width = out_columns(launch.head_dim)
+    staging = refs["out_smem"].at[lane]
+    for at in range(0, acc.shape[1], width):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.store(staging, acc[:, at : at + width].astype(launch.dtype), optimized=False)
+        plgpu.commit_smem()
+        for bit in reversed(range(QUERY_ROWS.bit_length())):
+            size = 1 << bit
+            row = rows - lax.rem(rows, 2 * size)  # the larger pieces come before
+
+            @pl.when(rows & size != 0)
+            def _(size=size, row=row, at=at):
+                to = refs["out"].at[head, pl.ds(query + row, size), pl.ds(column + at, width)]
+                plgpu.copy_smem_to_gmem(staging.at[pl.ds(row, size)], to)
+
+
+def _move(refs: dict, launch: Launch, ring, worker) -> None:
+    """Fills a ring with the KV blocks of a worker's segments, one after the other."""
+    blocks, heads = launch.blocks, launch.num_kv_heads
+    workers, items = refs["workers"], refs["items"]
+    begin, stop, item = workers[worker, BEGIN], workers[worker, STOP], workers[worker, ITEM]
+    layer = refs["layer"][0]
+
+    def fetch(segment: Segment, block, slot, k_or_v: int, barrier) -> None:
+        last = lax.div(segment.end - 1, launch.page_size)
+        for index in range(blocks.kv_tokens // launch.piece):
+            token = block * blocks.kv_tokens + index * launch.piece
+            number = jnp.minimum(lax.div(token, launch.page_size), last)  # the table ends there
+            offset = lax.rem(token, launch.page_size) if launch.piece < launch.page_size else 0
+            page = layer * launch.num_pages + refs["table"][segment.table_row, number]
+            matrix_row = (page * 2 + k_or_v) * heads + segment.head
+            into = pl.ds(index * launch.piece, launch.piece)
+            source = refs["pages"].at[pl.ds(matrix_row * launch.page_size + offset, launch.piece)]
+            plgpu.copy_gmem_to_smem(source, refs[("k_smem", "v_smem")[k_or_v]].at[slot, into], barrier)
+            if launch.quantized:
+                source = refs["scales"].at[matrix_row, pl.ds(offset, launch.piece)]
+                plgpu.copy_gmem_to_smem(source, refs["scales_smem"].at[slot, k_or_v, into], barrier)
+            if launch.bias and k_or_v == 0:
+                source = refs["bias"].at[page * heads + segment.head, pl.ds(offset, launch.piece)]
+                plgpu.copy_gmem_to_smem(source, refs["bias_smem"].at[slot, into], barrier)
+
+    def one_segment(n, filled):
+        segment = read_segment(items, item + n, begin, stop, heads)
+
+        def one_block(i, filled):
+            slot = ring * blocks.stages + lax.rem(filled, blocks.stages)
+            for k_or_v, full, empty in ((0, "k_full", "k_empty"), (1, "v_full", "v_empty")):
+                pl.when(filled >= blocks.stages)(lambda empty=empty: plgpu.barrier_wait(refs[empty].at[slot]))
+                fetch(segment, segment.first + i, slot, k_or_v, refs[full].at[slot])
+            return filled + 1
+
+        return lax.fori_loop(segment.lo, segment.hi, one_block, filled)
+
+    lax.fori_loop(0, workers[worker, SEGMENTS], one_segment, jnp.int32(0))
+
+
+def _visible(refs: dict, launch: Launch, segment: Segment, block, lane_row, shape):
+    """[64, W]: whether a query row sees a key; lane_row: the first of the warpgroup's rows in the query block."""
+    key = block * launch.blocks.kv_tokens + _iota(shape, 1)
+    row = segment.offset + lane_row + _iota(shape, 0)
+    position = segment.first_new + (row if launch.group == 1 else lax.div(row, launch.group))
+    seen = key <= position
+    if launch.tree_words:
+        node = key - segment.first_new
+        inside = (node >= 0) & (segment.tree != 0)
+        named = jnp.zeros(shape, jnp.int32)
+        for word in range(launch.tree_words):
+            at = segment.query + lane_row
+            bits = plgpu.load(refs["tree"].at[word, pl.ds(at, QUERY_ROWS)], layout=ROW, optimized=False)
+            shift = node - 32 * word
+            mine = (shift >= 0) & (shift < 32)
+            bit = lax.shift_right_logical(rows_of(bits, shape), jnp.where(mine, shift, 0)) & 1
+            named = jnp.where(mine, bit, named)
+        # A tree is the row's own: its later tokens are beyond the causal limit of none that names them.
+        seen = jnp.where(inside, named != 0, seen)
+    if launch.window is not None:
+        seen = seen & (key > position - launch.window)
+    return seen
+
+
+def _needs_mask(launch: Launch, segment: Segment, block, lane_row):
+    """Whether any of the warpgroup's rows does not see all keys of a block."""
+    size = launch.blocks.kv_tokens
+    begin, last = block * size, block * size + size - 1
+    first_position = segment.first_new + lax.div(segment.offset + lane_row, launch.group)
+    needs = last > first_position
+    if launch.tree_words:
+        needs = needs | ((segment.tree != 0) & (last >= segment.first_new))
+    if launch.window is not None:
+        last_position = segment.first_new + lax.div(segment.offset + lane_row + QUERY_ROWS - 1, launch.group)
+        needs = needs | (begin <= last_position - launch.window)
+    return needs
+
+
+def _widen(source, target, tokens: int, valid) -> None:
+    """8-bit matrix [W, H] to `target`'s dtype; rows from `valid` on become zero (None: all are kept)."""
+    for at in range(0, tokens, QUERY_ROWS):
+        size = min(QUERY_ROWS, tokens - at)
+        values = source[pl.ds(at, size)].astype(target.dtype)
+        if valid is not None:
+            row = at + _iota(values.shape, 0)
+            values = jnp.where(row < valid, values, jnp.zeros_like(values))
+        target[pl.ds(at, size)] = values
+
+
+def _zero_rows(ref, tokens: int, valid, part: int | jax.Array, parts: int) -> None:
+    """Zeroes the rows of [W, H] from `valid` on; this warpgroup's share of them."""
+    share = tokens // parts
+    for at in range(0, share, QUERY_ROWS):
+        size = min(QUERY_ROWS, share - at)
+        where = pl.ds(part * share + at, size)
+        values = ref[where]
+        row = part * share + at + _iota(values.shape, 0)
+        ref[where] = jnp.where(row < valid, values, jnp.zeros_like(values))
+    plgpu.commit_smem()
+
+
+def _compute(refs: dict, launch: Launch, lane, ring, worker) -> None:
+    """Attends for a worker's segments. lane: this warpgroup's number in the block."""
+    blocks, size = launch.blocks, launch.blocks.kv_tokens
+    shape = (QUERY_ROWS, size)
+    workers, items = refs["workers"], refs["items"]
+    begin, stop, item = workers[worker, BEGIN], workers[worker, STOP], workers[worker, ITEM]
+    segments = workers[worker, SEGMENTS]
+    lane_row = lane * QUERY_ROWS if blocks.shared else 0
+    q_smem = refs["q_smem"].at[lane]
+    wide = refs["wide_smem"].at[lane] if launch.quantized else None
+
+    def fetch_queries(segment: Segment) -> None:
+        rows = launch.fetched_rows
+        source = refs["q"].at[segment.head, pl.ds(segment.query + lane_row, rows)]
+        plgpu.copy_gmem_to_smem(source, q_smem.at[pl.ds(0, rows)], refs["q_full"].at[lane])
+
+    def one_block(segment: Segment, i, carry):
+        acc, maximum, total, taken = carry
+        block = segment.first + i
+        slot = ring * blocks.stages + lax.rem(taken, blocks.stages)
+        valid = segment.end - block * size  # rows of the block that hold something
+
+        plgpu.barrier_wait(refs["k_full"].at[slot])
+        keys = refs["k_smem"].at[slot]
+        if launch.quantized:
+            _widen(keys, wide, size, None)
+            plgpu.commit_smem()
+            keys = wide
+        scores = _scores(q_smem, keys, size)
+        if launch.quantized:
+            scale = plgpu.load(refs["scales_smem"].at[slot, 0], layout=COLUMN)
+            scores = scores * columns_of(scale, shape)
+        if launch.soft_cap is not None:
+            scores = launch.soft_cap * jnp.tanh(scores * (1 / launch.soft_cap))
+        if launch.bias:
+            bias = plgpu.load(refs["bias_smem"].at[slot], layout=COLUMN)
+            old = block * size + _iota(shape, 1) < segment.first_new
+            scores = scores + jnp.where(old, columns_of(bias, shape), 0.0)
+        plgpu.barrier_arrive(refs["k_empty"].at[slot])
+        scores = lax.cond(
+            _needs_mask(launch, segment, block, lane_row),
+            lambda s: jnp.where(_visible(refs, launch, segment, block, lane_row, shape), s, MASKED), lambda s: s, scores,
+        )  # fmt: skip
+
+        highest = jnp.maximum(maximum, jnp.max(scores, axis=1) * LOG2E)
+        rescale = jnp.exp2(maximum - highest)
+        weights = jnp.exp2(scores * LOG2E - rows_of(highest, shape))
+        total = total * rescale + jnp.sum(weights, axis=1)
+        acc = acc * rows_of(rescale, acc.shape)
+
+        plgpu.barrier_wait(refs["v_full"].at[slot])
+        values = refs["v_smem"].at[slot]
+        if launch.quantized:
+            scale = columns_of(plgpu.load(refs["scales_smem"].at[slot, 1], layout=COLUMN), shape)
+            weights = weights * jnp.where(_iota(shape, 1) < valid, scale, 0.0)
+            _widen(values, wide, size, valid)
+            plgpu.commit_smem()
+            values = wide
+        else:
+
+            @pl.when(valid < size)
+            def _():
+                _zero_rows(values, size, valid, lane if blocks.shared else 0, launch.parts)
+                if launch.parts > 1:
+                    plgpu.barrier_arrive_and_wait(refs["both"])
+
+        acc = _accumulate(acc, weights.astype(launch.dtype), values, launch.interpret)
+        plgpu.barrier_arrive(refs["v_empty"].at[slot])
+        return acc, highest, total, taken + 1
+
+    def keep_part(segment: Segment, acc, maximum, total) -> None:
+        """A partial softmax to the workspace: an item's beginning to place 1 of the worker, anything else to 0."""
+        place = 2 * worker + jnp.where(segment.lo == 0, 1, 0)
+        part = lane if blocks.shared else 0
+        plgpu.store(refs["part_out"].at[place, part], acc, optimized=False)
+        plgpu.store(refs["part_max"].at[place, part], maximum, optimized=False)
+        plgpu.store(refs["part_sum"].at[place, part], total, optimized=False)
+
+    def one_segment(n, taken):
+        segment = read_segment(items, item + n, begin, stop, launch.num_kv_heads)
+        plgpu.barrier_wait(refs["q_full"].at[lane])
+        acc = plgpu.layout_cast(jnp.zeros((QUERY_ROWS, launch.head_dim), jnp.float32), TILE)
+        maximum = plgpu.layout_cast(jnp.full((QUERY_ROWS,), LOWEST, jnp.float32), ROW)
+        total = plgpu.layout_cast(jnp.zeros((QUERY_ROWS,), jnp.float32), ROW)
+        acc, maximum, total, taken = lax.fori_loop(
+            segment.lo, segment.hi, partial(one_block, segment), (acc, maximum, total, taken)
+        )
+
+        @pl.when(n + 1 < segments)  # the next queries come while this item's output goes
+        def _():
+            fetch_queries(read_segment(items, item + n + 1, begin, stop, launch.num_kv_heads))
+
+        @pl.when(segment.whole)
+        def _():
+            rows = jnp.clip(segment.rows - lane_row, 0, QUERY_ROWS)
+            finish(refs, launch, acc, maximum, total, head=segment.head, query=segment.query + lane_row, rows=rows,
+                   offset=segment.offset + lane_row, lane=lane)  # fmt: skip
+
+        @pl.when(jnp.logical_not(segment.whole))
+        def _():
+            keep_part(segment, acc, maximum, total)
+
+        return taken
+
+    @pl.when(segments > 0)
+    def _():
+        fetch_queries(read_segment(items, item, begin, stop, launch.num_kv_heads))
+
+    lax.fori_loop(0, segments, one_segment, jnp.int32(0))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _scratch(launch: Launch) -> dict[str, Any]:
+    blocks, size = launch.blocks, launch.blocks.kv_tokens
+    lanes, slots = blocks.warpgroups, blocks.rings * blocks.stages
+    copies = size // launch.piece
+    ring = (slots, size, launch.head_dim)
+    scratch = dict(
+        q_smem=matrix((lanes, QUERY_ROWS, launch.head_dim), launch.dtype),
+        k_smem=matrix(ring, launch.kv_dtype),
+        v_smem=matrix(ring, launch.kv_dtype),
+        out_smem=plgpu.SMEM((lanes, QUERY_ROWS, out_columns(launch.head_dim)), launch.dtype),
+        q_full=plgpu.Barrier(num_barriers=lanes),
+        k_full=plgpu.Barrier(num_arrivals=copies * (1 + launch.quantized + launch.bias), num_barriers=slots),
+        v_full=plgpu.Barrier(num_arrivals=copies * (1 + launch.quantized), num_barriers=slots),
+        k_empty=plgpu.Barrier(num_arrivals=launch.parts, num_barriers=slots),
+        v_empty=plgpu.Barrier(num_arrivals=launch.parts, num_barriers=slots),
+    )
+    if launch.parts > 1:
+        scratch["both"] = plgpu.Barrier(num_arrivals=launch.parts)
+    if launch.quantized:
+        scratch["wide_smem"] = matrix((lanes, size, launch.head_dim), launch.dtype)
+        scratch["scales_smem"] = plgpu.SMEM((slots, 2, size), jnp.float32)
+    if launch.bias:
+        scratch["bias_smem"] = plgpu.SMEM((slots, size), jnp.float32)
+    return scratch
+
+
+def attend(
+    launch: Launch, schedule: Schedule, *, layer: jax.Array, table: jax.Array, q: jax.Array, pages: jax.Array,
+    scales: jax.Array | None, bias: jax.Array | None, sinks: jax.Array | None, tree: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns out [K, rows, H] without the rows of cut items, and their partial softmaxes.
+
+    q: [K, rows, H], already scaled. pages: [L P 2 K B, H]. scales: [L P 2 K, B]. bias: [L P K, B]. sinks: [K, 64 + G].
+    tree: int32 [C, rows]. Partial: [2 W, parts, 64, H] weighted values, [2 W, parts, 64] maxima (of base 2), sums.
+    """
+    blocks = launch.blocks
+    operands = dict(workers=schedule.workers, items=schedule.items, layer=layer, table=table, q=q, pages=pages)
+    operands |= {name: x for name, x in dict(scales=scales, bias=bias, sinks=sinks, tree=tree).items() if x is not None}
+    names = tuple(operands)
+    outputs = ("out", "part_out", "part_max", "part_sum")
+    places = (2 * launch.workers, launch.parts, QUERY_ROWS)
+
+    def body(*refs, **scratch):
+        named = dict(zip((*names, *outputs), refs, strict=True)) | scratch
+        sm, warpgroup = lax.axis_index("sm"), lax.axis_index("warpgroup")
+        registers = 232 if blocks.rings == 1 else 208
+
+        @pl.when(warpgroup < blocks.warpgroups)
+        def _():
+            plgpu.set_max_registers(registers, action="increase")
+            ring = 0 if blocks.shared else warpgroup
+            _compute(named, launch, warpgroup, ring, sm * blocks.rings + ring)
+
+        @pl.when(warpgroup >= blocks.warpgroups)
+        def _():
+            plgpu.set_max_registers(40, action="decrease")
+            ring = warpgroup - blocks.warpgroups
+            _move(named, launch, ring, sm * blocks.rings + ring)
+
+    call = plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((*places, launch.head_dim), jnp.float32),
+            jax.ShapeDtypeStruct(places, jnp.float32),
+            jax.ShapeDtypeStruct(places, jnp.float32),
+        ),
+        scratch_types=_scratch(launch),
+        grid=(launch.sms,),
+        grid_names=("sm",),
+        num_threads=blocks.warpgroups + blocks.rings,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=SEMANTICS),
+        interpret=gpu_params() if launch.interpret else None,
+    )
+    return call(*operands.values())
