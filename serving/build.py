@@ -23,7 +23,7 @@ from model.families.common import UnsupportedModel, param_sources
 from model.families.registry import read_config
 from model.transformer import Path as ParamPath
 from model.transformer import Transformer, abstract_model, param_axes, with_params
-from pallas_kernels.ragged_paged_attention.api import AttentionSpec, Backend, choose_backend
+from pallas_kernels.ragged_paged_attention.api import AttentionSpec, Backend, Choice, choose_backend
 from serving.config import EngineConfig
 from serving.errors import ConfigError
 from serving.request import EngineInfo
@@ -134,7 +134,7 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[ModelRun
         page_size=runner.page_size,
         dtype=str(loaded.dtype),
         kv_cache_dtype=str(loaded.dtype),
-        attention_backend=loaded.backend.name,
+        attention_backend=loaded.backend.choice.name,
         mesh=str(parse_mesh(config.mesh)),
         model_family=model.family,
         num_parameters=loaded.num_parameters,
@@ -170,11 +170,11 @@ def _runner_config(config: EngineConfig, model: ModelConfig, progress: bool) -> 
     )
 
 
-def _attention_line(backend: Backend) -> str:
-    line = f"Attention: {backend.name}"
-    if backend.simulated:
+def _attention_line(choice: Choice) -> str:
+    line = f"Attention: {choice.name}"
+    if choice.simulated:
         line += ", simulated on the CPU: exact and slow"
-    return line if backend.fallback is None else f"{line}, because of {backend.fallback}"
+    return line if choice.fallback is None else f"{line}, because of {choice.fallback}"
 
 
 def _report(runner: ModelRunner, loaded: LoadedModel, info: EngineInfo) -> None:
@@ -187,7 +187,7 @@ def _report(runner: ModelRunner, loaded: LoadedModel, info: EngineInfo) -> None:
         f"Model {model.family}: {info.num_parameters / 1e6:.1f}M parameters, {model.num_layers} layers, {info.dtype}, "
         f"{weights / 1e6:.0f} MB{on_each}",
         f"Mesh {info.mesh} on {jax.default_backend()} ({rules.mesh.size} of {jax.device_count()} devices)",
-        _attention_line(loaded.backend),
+        _attention_line(loaded.backend.choice),
         *(f"Replicated: {axis}: {why}" for axis, why in rules.replicated.items()),
         f"KV cache: {info.num_pages - 1} pages of {info.page_size} tokens = {tokens} tokens, "
         f"{runner.kv_bytes / 1e6:.0f} MB{on_each}, {tokens / info.max_model_len:.1f} sequences of "

@@ -13,11 +13,12 @@ from typing import Any, Protocol
 
 from jaxtyping import Array, Float, Int, UInt32
 
+from pallas_kernels.backends import Choice, choose
 from pallas_kernels.ragged_paged_attention import mosaic_gpu, mosaic_tpu, xla
 from pallas_kernels.ragged_paged_attention.layout import KVLayout, KVPages
 from pallas_kernels.ragged_paged_attention.spec import AttentionSpec
 
-__all__ = ["AttentionFn", "AttentionSpec", "Backend", "KVLayout", "KVPages", "choose_backend"]
+__all__ = ["AttentionFn", "AttentionSpec", "Backend", "Choice", "KVLayout", "KVPages", "choose_backend"]
 
 
 class AttentionFn(Protocol):
@@ -63,44 +64,25 @@ class AttentionFn(Protocol):
 class Backend:
     """One implementation, fitted to a spec."""
 
-    name: str
+    choice: Choice
     spec: AttentionSpec
     attend: AttentionFn
-    simulated: bool  # runs in Pallas' interpret mode on a CPU: exact and slow
-    fallback: str | None  # why the device's own kernel was not taken, where "auto" could not take it
 
     def layout(self, num_layers: int, num_pages: int, num_kv_heads: int) -> KVLayout:
         """num_kv_heads: of all devices."""
         spec = self.spec
-        return _MODULES[self.name].layout(
+        return _MODULES[self.choice.name].layout(
             num_layers=num_layers, num_pages=num_pages, page_size=spec.page_size, num_kv_heads=num_kv_heads,
             head_dim=spec.head_dim, dtype=spec.kv_dtype,
         )  # fmt: skip
 
 
 _MODULES = {"mosaic_tpu": mosaic_tpu, "mosaic_gpu": mosaic_gpu, "xla": xla}
-_PLATFORM = {"mosaic_tpu": "tpu", "mosaic_gpu": "gpu"}
 
 
 def choose_backend(name: str, spec: AttentionSpec, device: Any) -> Backend:
-    """`name` is a backend or "auto": the jax device's kernel where it supports the spec, else "xla".
-
-    A kernel asked for by name on a CPU is simulated. Raises ValueError with what is missing.
-    """
-    fallback = None
-    if name == "auto":
-        name = {"tpu": "mosaic_tpu", "gpu": "mosaic_gpu"}.get(device.platform, "xla")
-        if (missing := _MODULES[name].unsupported(spec, device.device_kind)) is not None:
-            name, fallback = "xla", f"{name}: {missing}"
-    if name not in _MODULES:
-        raise ValueError(f"attention backend {name!r} is not one of auto, {', '.join(_MODULES)}")
-    platform = _PLATFORM.get(name)
-    if platform not in (None, device.platform) and device.platform != "cpu":
-        raise ValueError(f"attention backend {name!r} runs on {platform} (simulated on cpu), not on {device.platform}")
-    simulated = platform is not None and device.platform == "cpu"
-    kind = None if simulated else device.device_kind
-    if (missing := _MODULES[name].unsupported(spec, kind)) is not None:
-        raise ValueError(f"attention backend {name!r}: {missing}")
-    attend = _MODULES[name].ragged_paged_attention
-    return Backend(name=name, spec=spec, attend=partial(attend, interpret=True) if simulated else attend,
-                   simulated=simulated, fallback=fallback)  # fmt: skip
+    """See `pallas_kernels.backends.choose`. Raises ValueError with what is missing."""
+    unsupported = {backend: module.unsupported for backend, module in _MODULES.items()}
+    choice = choose("attention", name, unsupported, spec, device)
+    attend = _MODULES[choice.name].ragged_paged_attention
+    return Backend(choice=choice, spec=spec, attend=partial(attend, interpret=True) if choice.simulated else attend)

@@ -143,7 +143,7 @@ SPEC = dict(num_heads=4, num_kv_heads=2, head_dim=64, page_size=16, dtype=jnp.dt
 
 def test_the_backend_is_chosen_once_and_says_what_it_cannot_do():
     cpu = jax.devices("cpu")[0]
-    assert choose_backend("auto", AttentionSpec(**SPEC), cpu).name == "xla"
+    assert choose_backend("auto", AttentionSpec(**SPEC), cpu).choice.name == "xla"
     with pytest.raises(ValueError, match="attention backend 'cuda' is not one of auto"):
         choose_backend("cuda", AttentionSpec(**SPEC), cpu)
     with pytest.raises(ValueError, match="num_heads=3 must be a multiple of num_kv_heads=2"):

@@ -1,0 +1,39 @@
+"""Which implementation of a kernel serves: chosen once, at build time, from the device and what the model asks."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# What keeps a backend from serving a spec on a kind of device (None: simulated on a CPU), or None.
+Unsupported = Callable[[Any, str | None], str | None]
+
+_PLATFORM = {"mosaic_tpu": "tpu", "mosaic_gpu": "gpu"}
+_NATIVE = {platform: name for name, platform in _PLATFORM.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    name: str
+    simulated: bool  # runs in Pallas' interpret mode on a CPU: exact and slow
+    fallback: str | None  # why the device's own kernel was not taken, where "auto" could not take it
+
+
+def choose(kernel: str, name: str, backends: Mapping[str, Unsupported], spec: Any, device: Any) -> Choice:
+    """`name` is one of `backends` or "auto": the jax device's own kernel where it supports the spec, else "xla".
+
+    A kernel asked for by name on a CPU is simulated. `kernel` is for messages. Raises ValueError with what is missing.
+    """
+    fallback = None
+    if name == "auto":
+        name = _NATIVE.get(device.platform, "xla")
+        if (missing := backends[name](spec, device.device_kind)) is not None:
+            name, fallback = "xla", f"{name}: {missing}"
+    if name not in backends:
+        raise ValueError(f"{kernel} backend {name!r} is not one of auto, {', '.join(backends)}")
+    platform = _PLATFORM.get(name)
+    if platform not in (None, device.platform) and device.platform != "cpu":
+        raise ValueError(f"{kernel} backend {name!r} runs on {platform} (simulated on cpu), not on {device.platform}")
+    simulated = platform is not None and device.platform == "cpu"
+    if (missing := backends[name](spec, None if simulated else device.device_kind)) is not None:
+        raise ValueError(f"{kernel} backend {name!r}: {missing}")
+    return Choice(name=name, simulated=simulated, fallback=fallback)
