@@ -60,7 +60,8 @@ def _nothing(shape: tuple[int, ...], head_dim: int) -> _Partial:
 class _Cache(NamedTuple):
     """One layer of the paged cache, and how scores are made."""
 
-    values: jax.Array  # [L, P, 2, K, B, H]
+    values: jax.Array  # [L, P, 2, K, B, H], or [L, P, 1, K, B, H] where a value is the start of its key
+    value_dim: int  # numbers of a value
     scales: jax.Array | None  # [L, P, 2, K, B]
     bias: jax.Array | None  # [L, P, K, B]
     layer: jax.Array
@@ -83,6 +84,11 @@ class _Cache(NamedTuple):
         blocks = paged[self.layer, page[:, None, :], *k_or_v, heads]  # [C, K, pages, B, ...]
         return blocks.reshape(page.shape[0], num_kv_heads, -1, *blocks.shape[4:])
 
+    def keys_and_values(self, page: jax.Array) -> tuple[jax.Array, jax.Array]:
+        keys = self.gather(self.values, page, 0)
+        shared = self.values.shape[2] == 1
+        return keys, keys[..., : self.value_dim] if shared else self.gather(self.values, page, 1)
+
 
 class _Queries(NamedTuple):
     """C items of M queries each."""
@@ -104,22 +110,37 @@ def ragged_paged_attention(
     scale, window=None, soft_cap=None, sinks=None, kv_bias=None, tree_mask=None,
 ):  # fmt: skip
     """See `api.AttentionFn`."""
-    num_tokens, num_rows = q.shape[0], kv_lens.shape[0]
     kv_pages = _write(k, v, kv_pages, layer, page_table, kv_lens, cu_q_lens, distribution)
+    out = attend_pages(
+        q, kv_pages, layer, page_table, kv_lens, cu_q_lens, distribution, value_dim=v.shape[2], scale=scale,
+        window=window, soft_cap=soft_cap, sinks=sinks, kv_bias=kv_bias, tree_mask=tree_mask,
+    )  # fmt: skip
+    return out, kv_pages
+
+
+def attend_pages(
+    q, kv_pages, layer, page_table, kv_lens, cu_q_lens, distribution, *,
+    value_dim, scale, window=None, soft_cap=None, sinks=None, kv_bias=None, tree_mask=None,
+):  # fmt: skip
+    """Attention [T, N, value_dim] to pages that hold the new tokens already.
+
+    Pages [L, P, 1, K, B, H] hold keys of which the first value_dim numbers are the values (latent attention).
+    """
+    num_tokens, num_rows = q.shape[0], kv_lens.shape[0]
     values, scales = kv_pages if isinstance(kv_pages, QuantizedPages) else (kv_pages, None)
     num_kv_heads, page_size = values.shape[3:5]
     table = jnp.pad(page_table, ((0, 0), (0, max(_DECODE.keys, _LONG.keys) // page_size)))
     first_new = kv_lens - (cu_q_lens[1:] - cu_q_lens[:-1])
-    cache = _Cache(values, scales, kv_bias, layer, table, kv_lens, first_new, window, soft_cap)
+    cache = _Cache(values, value_dim, scales, kv_bias, layer, table, kv_lens, first_new, window, soft_cap)
     queries = (q.astype(jnp.float32) * scale).astype(q.dtype)
     queries = queries.reshape(num_tokens, num_kv_heads, -1, q.shape[2])  # [T, K, G, H]
-    finish = partial(_finish, sinks=sinks, shape=q.shape, dtype=q.dtype)
+    finish = partial(_finish, sinks=sinks, shape=(*q.shape[:2], value_dim), dtype=q.dtype)
 
     decoded = _attend_rows(queries[:num_rows], cache, distribution[0])
     if num_tokens == num_rows:  # a decode-only shape: every row has one token, row s is token s
-        return finish(decoded), kv_pages
+        return finish(decoded)
     # Rows that are not decoded got nothing in the first pass, tokens of decoded rows get nothing in the second.
-    chunked = _nothing((num_tokens + _LONG.queries, *queries.shape[1:3]), q.shape[2])
+    chunked = _nothing((num_tokens + _LONG.queries, *queries.shape[1:3]), value_dim)
     lengths = cu_q_lens[1:] - cu_q_lens[:-1]
     in_use = (jnp.arange(num_rows) >= distribution[0]) & (jnp.arange(num_rows) < distribution[2])
     for tile, mine in ((_SHORT, lengths < _LONG_ROW), (_LONG, lengths >= _LONG_ROW)):
@@ -127,11 +148,11 @@ def ragged_paged_attention(
         chunked = _attend_chunks(chunked, queries, tree_mask, cache, cu_q_lens, lengths_here, tile)
     chunked = _slice(chunked, 0, num_tokens)
     both = _combine(_slice(chunked, 0, num_rows), decoded)
-    return finish(_put(chunked, both, 0)), kv_pages
+    return finish(_put(chunked, both, 0))
 
 
 def _finish(part: _Partial, *, sinks, shape, dtype) -> jax.Array:
-    """[T, K, G, H] partial softmaxes over all keys to attention [T, N, H]."""
+    """[T, K, G, H] partial softmaxes over all keys to attention [T, N, H]; H: numbers of a value."""
     maximum, total, output = part
     if sinks is not None:
         sink = sinks.astype(jnp.float32).reshape(maximum.shape[1:])
@@ -153,28 +174,33 @@ def layout(**fields) -> KVLayout:
 def _write(k, v, kv_pages: KVPages, layer, page_table, kv_lens, cu_q_lens, distribution) -> KVPages:
     """Stores the new tokens' K and V; padding tokens go to page 0."""
     page_size = (kv_pages.values if isinstance(kv_pages, QuantizedPages) else kv_pages).shape[4]
-    token = jnp.arange(k.shape[0])
-    row = jnp.searchsorted(cu_q_lens[1:], token, side="right")
-    real = row < distribution[2]
-    row = jnp.minimum(row, kv_lens.shape[0] - 1)
-    index = kv_lens[row] - cu_q_lens[row + 1] + token
-    page = jnp.where(real, page_table[row, jnp.where(real, index, 0) // page_size], 0)
+    page, slot = slots_of(k.shape[0], page_size, page_table, kv_lens, cu_q_lens, distribution)
     kv = jnp.stack([k, v], axis=1)  # [T, 2, K, H]
 
     def put(paged: jax.Array, new: jax.Array) -> jax.Array:
         new = new.astype(paged.dtype)
-        return paged.at[layer, page, :, :, index % page_size].set(new, mode="promise_in_bounds")
+        return paged.at[layer, page, :, :, slot].set(new, mode="promise_in_bounds")
 
     if isinstance(kv_pages, QuantizedPages):
         return QuantizedPages(*map(put, kv_pages, quantize_rows(kv, kv_pages.values.dtype)))
     return put(kv_pages, kv)
 
 
+def slots_of(num_tokens: int, page_size: int, page_table, kv_lens, cu_q_lens, distribution):
+    """Page [T] and place in it [T] of every new token; those of padding tokens lie in page 0."""
+    token = jnp.arange(num_tokens)
+    row = jnp.searchsorted(cu_q_lens[1:], token, side="right")
+    real = row < distribution[2]
+    row = jnp.minimum(row, kv_lens.shape[0] - 1)
+    index = kv_lens[row] - cu_q_lens[row + 1] + token
+    return jnp.where(real, page_table[row, jnp.where(real, index, 0) // page_size], 0), index % page_size
+
+
 def _attend_items(queries: _Queries, row, kv_block, live, cache: _Cache, tile: _Tile) -> _Partial:
     """C items of rows [C] against KV blocks [C]. Returns [C, K, M]."""
     pages, size = cache.block_pages(tile), cache.block_tokens(tile)
     page = cache.page_table[row[:, None], kv_block[:, None] * pages + jnp.arange(pages)]
-    keys, values = (cache.gather(cache.values, page, k_or_v) for k_or_v in (0, 1))
+    keys, values = cache.keys_and_values(page)
     index = kv_block[:, None] * size + jnp.arange(size)  # [C, W]
     written = (index < cache.kv_lens[row][:, None]) & live[:, None]
     visible = _visible(queries, index, cache.first_new[row]) & written[:, None]  # [C, M, W]
@@ -244,7 +270,7 @@ def _first_block(position, cache: _Cache, tile: _Tile):
 
 def _attend_rows(queries, cache: _Cache, num_decode) -> _Partial:
     """Rows of one token, queries [S, K, G, H]: C items (row, KV block) at a time. Returns [S, K, G]."""
-    num_rows, num_kv_heads, group, head_dim = queries.shape
+    num_rows, num_kv_heads, group = queries.shape[:3]
     tile = _DECODE
     items = min(tile.items, num_rows)
     position = cache.kv_lens - 1
@@ -268,7 +294,7 @@ def _attend_rows(queries, cache: _Cache, num_decode) -> _Partial:
         output = jnp.einsum("rc,ckgh->rkgh", mine.astype(jnp.float32), part.output * weight[..., None])
         return _put(acc, _combine(old, _Partial(highest, total, output)), row[0])
 
-    acc = _nothing((num_rows + items, num_kv_heads, group), head_dim)
+    acc = _nothing((num_rows + items, num_kv_heads, group), cache.value_dim)
     return _slice(_loop(end[-1], items, body, acc), 0, num_rows)
 
 
