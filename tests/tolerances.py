@@ -5,3 +5,8 @@ ATTENTION = {
     "bfloat16": 2e-2,  # scores and weights are rounded to 8 bits of mantissa before the second product
 }
 LOGITS_FLOAT32 = 1e-4  # a whole tiny model in another order of summation
+GROUPED_MATMUL = {  # relative, and of the square root of D, the size of a sum of D products of normal numbers
+    "float32": 2e-6,  # same arithmetic in another order
+    "bfloat16": 4e-3,  # the result is rounded to 8 bits of mantissa
+    "quantized bfloat16": 8e-3,  # with scales of groups the GPU rounds each widened weight, and the result, to 8 bits
+}
