@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_BUNDLE = re.compile(r"^ *(?:0x)?([0-9a-f]+) +(?:([A-Z]{2}):|:) *((?:> ?)*)\{")
+_BUNDLE = re.compile(r"^ *(?:0x)?([0-9a-f]+) +(?:([A-Z]{2}):|:) *((?:> ?)*)\{(?!\})")
 DUMP_FLAGS = "--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final.*"
 
 SPILLS, FILLS = "VSTORE:SPILL", "VLOAD:FILL"
