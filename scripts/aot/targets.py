@@ -59,6 +59,7 @@ def prepare_environment() -> None:
     """Before jax's first use in the process: CPU as the backend, no search for a real TPU or GPU."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # else a second process that compiles is refused
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 
 
@@ -80,10 +81,8 @@ def quiet_stderr() -> Iterator[Callable[[], str]]:
             os.close(saved)
 
 
-def mesh_of(target: Target, axes: dict[str, int]) -> Any:
-    """A jax Mesh over the first devices of the target's slice, for example {"tensor": 8}."""
-    import jax
-    import numpy as np
+def devices_of(target: Target) -> list[Any]:
+    """The devices of the target's slice, to compile for. TargetUnavailable where this environment cannot."""
     from jax.experimental import topologies
 
     if target.config:
@@ -92,37 +91,35 @@ def mesh_of(target: Target, axes: dict[str, int]) -> Any:
         options = {"topology_name": target.topology}
     with quiet_stderr():
         try:
-            described = topologies.get_topology_desc(platform=target.platform, **options)
-        except Exception as error:
+            return list(topologies.get_topology_desc(platform=target.platform, **options).devices)
+        except Exception as error:  # jax raises whatever the plugin's absence leads to
             extra = "tpu" if target.platform == "tpu" else "cuda"
             raise TargetUnavailable(
                 f"no compiler for {target.name} in this environment ({str(error).splitlines()[0][:200]}); "
                 f"install the project's extra {extra!r}: pip install -e '.[{extra}]'"
             ) from error
-    count = int(np.prod(list(axes.values())))
-    devices = np.array(described.devices)
-    if count > devices.size:
-        raise ValueError(f"{axes} needs {count} devices; {target.topology} has {devices.size}")
-    return jax.sharding.Mesh(devices[:count].reshape(tuple(axes.values())), tuple(axes))
 
 
-def compile_for(
-    target: Target, fn: Callable, args: Sequence[Any], *, donate: Sequence[int] = (), mesh: Any = None
-) -> Any:
-    """Compiles fn(*args) for the target; args: pytrees of ShapeDtypeStruct, on one device where they have no sharding.
+def compile_for(target: Target, fn: Callable, args: Sequence[Any], *, donate: Sequence[int] = ()) -> Any:
+    """Compiles fn(*args) for one device of the target; args: pytrees of ShapeDtypeStruct. Returns jax's Compiled.
 
-    Returns jax's Compiled. Lowering and compiling raise what a real device's compiler raises.
+    Lowering and compiling raise what a real device's compiler raises.
     """
     import jax
+    import numpy as np
 
-    mesh = mesh_of(target, {"one": 1}) if mesh is None else mesh
-    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    mesh = jax.sharding.Mesh(np.array(devices_of(target)[:1]), ("one",))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
     def place(leaf: Any) -> jax.ShapeDtypeStruct:
-        sharding = getattr(leaf, "sharding", None) or replicated
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
 
-    placed = jax.tree.map(place, tuple(args))
+    return compile_on(mesh, jax.jit(fn, donate_argnums=tuple(donate)), *jax.tree.map(place, tuple(args)))
+
+
+def compile_on(mesh: Any, jitted: Any, *args: Any) -> Any:
+    """Compiles a jitted function for arguments (ShapeDtypeStruct) whose shardings are on the mesh of a target."""
+    import jax
+
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # Pallas reads the chip's generation from it
-        lowered = jax.jit(fn, donate_argnums=tuple(donate)).lower(*placed)
-    return lowered.compile()
+        return jitted.lower(*args).compile()

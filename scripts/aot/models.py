@@ -1,0 +1,90 @@
+"""The models whose shapes are compiled: attention of one device each, and whole configurations for the serving step."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """Heads of one device. layers: of the whole model. window: in tokens; soft_cap, sinks: as in the contract."""
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    layers: int
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    kv_dtype: str = "bfloat16"
+
+
+# Numbers from each model's config.json on the Hugging Face hub; "/8" is its share of one device of eight.
+ATTENTION = {
+    shape.name: shape
+    for shape in (
+        AttentionShape(name="smollm2-135m", num_heads=9, num_kv_heads=3, head_dim=64, layers=30),
+        AttentionShape(name="llama3-8b", num_heads=32, num_kv_heads=8, head_dim=128, layers=32),
+        AttentionShape(name="llama3-8b int8", num_heads=32, num_kv_heads=8, head_dim=128, layers=32, kv_dtype="int8"),
+        AttentionShape(name="llama3-8b fp8", num_heads=32, num_kv_heads=8, head_dim=128, layers=32,
+                       kv_dtype="float8_e4m3fn"),
+        AttentionShape(name="llama3-70b/8", num_heads=8, num_kv_heads=1, head_dim=128, layers=80),
+        AttentionShape(name="qwen3-32b/8", num_heads=8, num_kv_heads=1, head_dim=128, layers=64),
+        AttentionShape(name="gemma3-27b/8", num_heads=4, num_kv_heads=2, head_dim=128, layers=62, window=1024),
+        AttentionShape(name="gemma2-9b", num_heads=16, num_kv_heads=8, head_dim=256, layers=42, window=4096,
+                       soft_cap=50.0),
+        AttentionShape(name="gpt-oss-20b", num_heads=64, num_kv_heads=8, head_dim=64, layers=24, window=128,
+                       sinks=True),
+    )
+}
+
+# DeepSeek-V3: 128 heads over 8 devices share one latent of 512 and one rotary key of 64 a token.
+LATENT = {"deepseek-v3/8": {"num_heads": 16, "latent": 512, "rope": 64, "layers": 61}}
+
+# Mixtral: 8 experts, two a token, D 4096, F 14336, whole and with F over 8.
+EXPERTS = {
+    "mixtral-8x7b up": {"experts": 8, "d": 4096, "f": 14336},
+    "mixtral-8x7b/8 up": {"experts": 8, "d": 4096, "f": 1792},
+    "mixtral-8x7b/8 down": {"experts": 8, "d": 1792, "f": 4096},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepConfig:
+    """A whole model for the serving step: its config.json, the mesh, and the step's sizes.
+
+    max_model_len in tokens; kv_bytes: KV cache of a device, large, so that a copy of one layer of it would show.
+    """
+
+    name: str
+    hf: dict[str, Any]
+    tensor: int
+    max_model_len: int
+    max_num_seqs: int
+    num_tokens: int
+    kv_bytes: int
+
+
+STEPS = {
+    step.name: step
+    for step in (
+        StepConfig(
+            name="smollm2-135m", tensor=1, max_model_len=8192, max_num_seqs=64, num_tokens=512, kv_bytes=4 << 30,
+            hf={
+                "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 576,
+                "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+                "vocab_size": 49152, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 100000,
+                "tie_word_embeddings": True,
+            },
+        ),
+        StepConfig(
+            name="llama3-8b/8", tensor=8, max_model_len=8192, max_num_seqs=64, num_tokens=1024, kv_bytes=8 << 30,
+            hf={
+                "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096,
+                "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+                "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+                "rope_theta": 500000, "tie_word_embeddings": False,
+            },
+        ),
+    )
+}

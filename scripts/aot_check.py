@@ -1,0 +1,170 @@
+"""Compiles every kernel and the whole serving step for chips that are not there.
+
+    python -m scripts.aot_check                          # every target whose compiler is installed
+    python -m scripts.aot_check --target v6e --only llama3
+    .venv-gpu/bin/python -m scripts.aot_check --target h200
+
+Prints a table and exits with 1 when anything fails: a kernel that does not compile, VMEM or shared memory beyond the
+chip's, a KV cache that is copied. TPU targets need libtpu (extra `tpu`, part of `test`); the GPU target needs the
+extra `cuda` (4.4 GB), best in an environment of its own: `scripts/check --kernels` uses .venv-gpu where it exists.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from tqdm import tqdm
+
+from scripts.aot.targets import (
+    TARGETS,
+    Target,
+    TargetUnavailable,
+    compile_on,
+    devices_of,
+    prepare_environment,
+    quiet_stderr,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """block_bytes: VMEM or shared memory of a kernel, None where unknown. problem: None when all is well."""
+
+    name: str
+    block_bytes: int | None = None
+    temporaries: int | None = None
+    seconds: float = 0.0
+    problem: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One line of the table; run() compiles."""
+
+    name: str
+    quick: bool
+    run: Callable[[], Result]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m scripts.aot_check", description=__doc__.split("\n")[0])
+    parser.add_argument("--target", choices=(*TARGETS, "all"), default="all")
+    parser.add_argument("--only", default="", metavar="TEXT", help="lines whose name has TEXT in it")
+    parser.add_argument("--quick", action="store_true", help="a subset of the shapes, as CI runs it")
+    parser.add_argument("--list", action="store_true", help="names only")
+    args = parser.parse_args(argv)
+    prepare_environment()
+    failed, ran = 0, 0
+    for target in TARGETS.values() if args.target == "all" else [TARGETS[args.target]]:
+        checks = [check for check in checks_for(target) if args.only in check.name and (check.quick or not args.quick)]
+        if args.list:
+            print(*(f"{target.name}: {check.name}" for check in checks), sep="\n")
+            continue
+        try:
+            devices_of(target)
+        except TargetUnavailable as error:
+            print(f"{target.name}: left out: {error}", file=sys.stderr if args.target == "all" else sys.stdout)
+            if args.target != "all":
+                return 2
+            continue
+        results = run_all(target, checks)
+        print_table(target, results)
+        ran += len(results)
+        failed += sum(result.problem is not None for result in results)
+    if not args.list:
+        print(f"{ran} compiled, {failed} failed" if ran else "nothing was checked")
+    return int(failed > 0 or (ran == 0 and not args.list))
+
+
+def run_all(target: Target, checks: list[Check]) -> list[Result]:
+    results = []
+    with tqdm(checks, desc=target.name, unit="program", leave=False) as bar:
+        for check in bar:
+            bar.set_postfix_str(check.name)
+            results.append(run_one(check))
+    return results
+
+
+def run_one(check: Check) -> Result:
+    started = time.perf_counter()
+    try:
+        with quiet_stderr():
+            return check.run()
+    except Exception as error:  # whatever a compiler raises is this line's result
+        first = next((line for line in str(error).splitlines() if line.strip()), "")
+        problem = f"{type(error).__name__}: {first[:300]}"
+        return Result(name=check.name, seconds=time.perf_counter() - started, problem=problem)
+
+
+def checks_for(target: Target) -> Iterator[Check]:
+    from scripts.aot.cases import CASES, KIND
+    from scripts.aot.models import STEPS
+    from serving.runner.shapes import StepShape
+
+    for case in CASES:
+        if case.platform == target.device.platform:
+            yield Check(name=case.name, quick=case.quick, run=lambda case=case: check_kernel(target, case))
+    for step in STEPS.values():
+        for backend in (KIND[target.device.platform], "xla"):
+            for tokens in (step.max_num_seqs, step.num_tokens):
+                shape = StepShape(tokens, step.max_num_seqs)
+                yield Check(
+                    name=f"step {step.name} {shape} ({backend})", quick=tokens > step.max_num_seqs,
+                    run=lambda step=step, backend=backend, shape=shape: check_step(target, step, backend, shape),
+                )
+
+
+def check_kernel(target: Target, case) -> Result:
+    import jax
+    import numpy as np
+
+    from scripts.aot.memory import block_bytes, kv_problem, temporaries
+
+    started = time.perf_counter()
+    device = devices_of(target)[0]
+    mesh = jax.sharding.Mesh(np.array([device]), ("one",))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    program = case.build(device)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), program.shapes)
+    jitted = jax.jit(program.fn, donate_argnums=program.donate)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        block = block_bytes(jitted.trace(*shapes).jaxpr)
+    compiled = compile_on(mesh, jitted, *shapes)
+    limit = target.device.block_memory_bytes
+    problem = f"{block:,} bytes of {limit:,}" if block is not None and block > limit else None
+    if problem is None and program.kv_bytes:
+        problem = kv_problem(compiled, program.kv_bytes, program.layer_bytes)
+    return Result(name=case.name, block_bytes=block, temporaries=temporaries(compiled),
+                  seconds=time.perf_counter() - started, problem=problem)
+
+
+def check_step(target: Target, step, backend: str, shape) -> Result:
+    from scripts.aot.cases import PAGE_SIZE
+    from scripts.aot.memory import kv_problem, temporaries
+    from scripts.aot.step import compile_step
+
+    started = time.perf_counter()
+    compiled, kv_bytes, layer_bytes = compile_step(
+        target, step, backend, shape, page_size=PAGE_SIZE[target.device.platform]
+    )
+    return Result(name=f"step {step.name} {shape} ({backend})", temporaries=temporaries(compiled),
+                  seconds=time.perf_counter() - started, problem=kv_problem(compiled, kv_bytes, layer_bytes))
+
+
+def print_table(target: Target, results: list[Result]) -> None:
+    memory = "VMEM" if target.device.platform == "tpu" else "SMEM"
+    width = max((len(result.name) for result in results), default=0)
+    print(f"\n{target.name} ({target.device.kinds[0]}, {target.topology}, {memory} "
+          f"{target.device.block_memory_bytes / 2**20:.1f} MiB)")
+    print(f"{'program':{width}}  {memory + ' MiB':>9}  {'temporaries':>12}  {'seconds':>7}  ok")
+    for result in results:
+        block = "" if result.block_bytes is None else f"{result.block_bytes / 2**20:.2f}"
+        temporary = "" if result.temporaries is None else f"{result.temporaries:,}"
+        ok = "yes" if result.problem is None else f"NO: {result.problem}"
+        print(f"{result.name:{width}}  {block:>9}  {temporary:>12}  {result.seconds:7.1f}  {ok}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
