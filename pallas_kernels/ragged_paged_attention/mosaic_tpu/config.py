@@ -1,0 +1,181 @@
+"""Block sizes of the two kernels, and the VMEM they need. Computed before a launch; what does not fit raises."""
+
+from dataclasses import dataclass, fields, replace
+
+import jax.numpy as jnp
+
+from pallas_kernels.devices import MiB
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.problem import LANES, Problem, cdiv
+
+# Values that the compiler itself keeps in VMEM: spilled registers, windows of inputs and outputs.
+_RESERVED = 8 * MiB
+_SLOT_BYTES = 4 * MiB  # of one fetch: about 2.5 us of a v6e's bandwidth, well above the latency of a copy
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeBlocks:
+    """rows: of a program. slots: in the ring of pages. heads: computed side by side, their softmax in registers."""
+
+    rows: int
+    slots: int
+    fetch_pages: int
+    compute_pages: int
+    heads: int
+    page_size: int
+    query_rows: int  # D: G rounded up to 8
+
+    def __post_init__(self):
+        _check(self)
+
+    @property
+    def compute_tokens(self) -> int:
+        return self.compute_pages * self.page_size
+
+    def vmem_bytes(self, problem: Problem) -> int:
+        ring = self.slots * self.fetch_pages * problem.page_size * problem.token_bytes
+        stage = 2 * problem.tile * problem.token_bytes
+        per_head = self.query_rows * 4 * (2 * LANES + problem.row_lanes)
+        windows = 2 * self.rows * problem.num_kv_heads * problem.row_lanes * (
+            2 * max(self.query_rows, 16) * jnp.dtype(problem.compute_dtype).itemsize + 4 * problem.planes
+        )
+        return ring + stage + problem.num_kv_heads * per_head + windows
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedBlocks:
+    """slots: in the rings of pages and of query blocks. query_rows: sizes of a query block in tokens times G, the
+    smallest that holds a block is taken. heads: in one straight line of code, so that one's products overlap another's
+    softmax. split_rows: rows that go through that line at once."""
+
+    slots: int
+    fetch_pages: int
+    compute_pages: int
+    heads: int
+    split_rows: int
+    query_rows: tuple[int, ...]
+    segment_tokens: int
+    segment_slots: int
+    page_size: int
+    group: int
+    num_kv_heads: int
+
+    def __post_init__(self):
+        _check(self)
+        if list(self.query_rows) != sorted(set(self.query_rows)) or any(n % 16 for n in self.query_rows):
+            raise ValueError(f"query_rows={self.query_rows} must be multiples of 16 in rising order")
+
+    @property
+    def compute_tokens(self) -> int:
+        return self.compute_pages * self.page_size
+
+    @property
+    def query_tokens(self) -> int:
+        """Of a whole query block; its rows start on whole tiles."""
+        step = aligned_tokens(self.group)
+        return max(self.query_rows[-1] // self.group // step, 1) * step
+
+    def items(self, size: int) -> tuple[list[tuple[int, int, int]], int]:
+        """(head, first row, rows) of one straight line, and how many such lines all heads take."""
+        split = min(self.split_rows, size)
+        rows = [(first, min(split, size - first)) for first in range(0, size, split)]
+        return [(head, *part) for head in range(self.heads) for part in rows], self.head_groups
+
+    @property
+    def head_groups(self) -> int:
+        return self.num_kv_heads // self.heads
+
+    def vmem_bytes(self, problem: Problem) -> int:
+        heads, most = problem.num_kv_heads, self.query_rows[-1]
+        size = jnp.dtype(problem.compute_dtype).itemsize
+        ring = self.slots * self.fetch_pages * problem.page_size * problem.token_bytes
+        queries = (self.slots + 1) * heads * most * problem.row_lanes * size
+        words = self.slots * most * LANES * 4 * bool(problem.tree_words)
+        softmax = heads * most * 4 * (2 * LANES + problem.row_lanes) + 2 * most * LANES * 4
+        new = problem.planes * heads * problem.row_lanes
+        segments = self.segment_slots * new * (
+            self.segment_tokens * jnp.dtype(problem.kv_dtype).itemsize + (self.segment_tokens + 8) * 4
+        )
+        spilled = 4 * self.split_rows * self.compute_tokens * 4
+        return ring + queries + words + softmax + segments + spilled
+
+
+def _check(blocks) -> None:
+    for field in fields(blocks):
+        value = getattr(blocks, field.name)
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"{field.name}={value} must be positive")
+    if blocks.fetch_pages % blocks.compute_pages:
+        raise ValueError(f"fetch_pages={blocks.fetch_pages} must be a multiple of compute_pages={blocks.compute_pages}")
+    if blocks.compute_tokens % LANES:
+        raise ValueError(f"compute_pages={blocks.compute_pages} of {blocks.page_size} tokens must fill whole lanes of {LANES}")
+
+
+def aligned_tokens(group: int) -> int:
+    """A row's queries start at a multiple of so many tokens: its rows then start on a whole tile of 16."""
+    step = 1
+    while step * group % 16:
+        step *= 2
+    return step
+
+
+def _divisor(number: int, most: int) -> int:
+    return max(d for d in range(1, min(number, most) + 1) if number % d == 0)
+
+
+def _fetch_pages(problem: Problem, compute_tokens: int) -> int:
+    tokens = compute_tokens
+    while tokens < 4096 and 2 * tokens * problem.token_bytes <= _SLOT_BYTES:
+        tokens *= 2
+    return tokens // problem.page_size
+
+
+def decode_blocks(problem: Problem, num_rows: int) -> DecodeBlocks:
+    query_rows = cdiv(problem.group, 8) * 8
+    registers = query_rows // 8 * (2 + problem.row_lanes // LANES)  # of one head's softmax
+    heads = _divisor(problem.num_kv_heads, max(24 // registers, 1))
+    # Few heads: more tokens at a time, so that there is enough to overlap.
+    tokens = max(512 if heads > 4 else 1024 if heads > 1 else 2048, problem.page_size)
+    return DecodeBlocks(
+        rows=min(num_rows, 8), slots=3, fetch_pages=_fetch_pages(problem, tokens),
+        compute_pages=tokens // problem.page_size, heads=heads, page_size=problem.page_size, query_rows=query_rows,
+    )  # fmt: skip
+
+
+def mixed_blocks(problem: Problem) -> MixedBlocks:
+    tokens = max(512, problem.page_size)
+    step = aligned_tokens(problem.group) * problem.group
+    most, least = cdiv(512, step) * step, cdiv(64, step) * step
+    heads = _divisor(problem.num_kv_heads, 4)
+    new_bytes = 4 * problem.planes * problem.num_kv_heads * problem.row_lanes
+    segment = min(problem.page_size, 128)
+    while segment > problem.tile and segment * new_bytes > MiB:
+        segment //= 2
+    return MixedBlocks(
+        slots=2, fetch_pages=_fetch_pages(problem, tokens), compute_pages=tokens // problem.page_size, heads=heads,
+        split_rows=512 if heads > 1 else 256, query_rows=(least, most) if least < most else (most,),
+        segment_tokens=segment, segment_slots=4, page_size=problem.page_size, group=problem.group,
+        num_kv_heads=problem.num_kv_heads,
+    )  # fmt: skip
+
+
+def small(blocks, problem: Problem):
+    """Blocks for interpret mode: short rows then cross every boundary, and the simulated memory is small."""
+    compute = max(LANES // problem.page_size, 1)
+    blocks = replace(blocks, compute_pages=compute, fetch_pages=2 * compute)
+    if isinstance(blocks, MixedBlocks):
+        step = aligned_tokens(problem.group) * problem.group
+        blocks = replace(blocks, query_rows=(step, 2 * step), split_rows=16, segment_tokens=min(problem.page_size, 32))
+    return blocks
+
+
+def fit(blocks, problem: Problem, vmem_bytes: int):
+    """Blocks whose fetches are small enough for the device's VMEM. ValueError when none are."""
+    limit = vmem_bytes - _RESERVED
+    while blocks.vmem_bytes(problem) > limit and blocks.fetch_pages > blocks.compute_pages:
+        blocks = replace(blocks, fetch_pages=blocks.fetch_pages // 2 // blocks.compute_pages * blocks.compute_pages)
+    if (needed := blocks.vmem_bytes(problem)) > limit:
+        raise ValueError(
+            f"ragged_paged_attention needs {needed:,} bytes of VMEM at its smallest fetch and has "
+            f"{limit:,} for it: {blocks}; fewer kv heads on a device or smaller pages fit"
+        )
+    return blocks
