@@ -45,19 +45,21 @@ show_progress() {
   done
 }
 
-# ensure_env EXTRA: .venv holds the project and its EXTRA ("" for none). Does nothing when pyproject.toml is unchanged.
+# ensure_env EXTRA [FOLDER]: FOLDER (.venv) holds the project and its EXTRA ("" for none). Does nothing when
+# pyproject.toml is unchanged.
 ensure_env() {
-  local extra=$1 stamp=.venv/.installed-${1:-base} log=.venv/install.log python wanted
-  if [[ ! -x .venv/bin/python ]] || ! probe_python .venv/bin/python >/dev/null; then
+  local extra=$1 folder=${2:-.venv}
+  local stamp=$folder/.installed-${1:-base} log=$folder/install.log python wanted
+  if [[ ! -x $folder/bin/python ]] || ! probe_python "$folder/bin/python" >/dev/null; then
     python=$(find_python)
     [[ -n $python ]] || fail "no Python 3.11, 3.12 or 3.13 with the venv module was found on PATH or under ~/.pyenv/versions"
-    echo "Making .venv with $("$python" --version) ($python)"
-    "$python" -m venv --clear .venv || fail "could not make .venv with $python"
+    echo "Making $folder with $("$python" --version) ($python)"
+    "$python" -m venv --clear "$folder" || fail "could not make $folder with $python"
   fi
-  wanted="$(.venv/bin/python --version) $(cksum <pyproject.toml)"
+  wanted="$("$folder/bin/python" --version) $(cksum <pyproject.toml)"
   if [[ -f $stamp && $(<"$stamp") == "$wanted" ]]; then return; fi
-  echo "Installing the project${extra:+ with its $extra extra} into .venv (once; a minute or two)"
-  if ! .venv/bin/python -m pip install --disable-pip-version-check -e ".${extra:+[$extra]}" 2>&1 |
+  echo "Installing the project${extra:+ with its $extra extra} into $folder (once; minutes)"
+  if ! "$folder/bin/python" -m pip install --disable-pip-version-check -e ".${extra:+[$extra]}" 2>&1 |
       tee "$log" | show_progress; then
     grep '^ERROR' "$log" | tail -n 1 >&2 || true
     fail "the installation failed; all of its output is in $log"
