@@ -7,8 +7,8 @@ that all heads attend to one shared row per token, of which the values are the f
 
 A step is ragged as in `pallas_kernels.ragged_paged_attention.api`; a row's tokens, lengths and pages mean the same.
 
-Axis letters: T tokens, S rows, N query heads, R latent numbers, E rope numbers, L layers, P pages, B tokens of a page,
-C numbers of a stored row, M pages of the longest row.
+Axis letters: T tokens, S rows, N query heads, R latent numbers, E rope numbers, L layers, P pages, M pages of the longest row;
+pages are [..., rows, numbers of a row] as the backend's layout says.
 """
 
 from dataclasses import dataclass
@@ -17,11 +17,12 @@ from typing import Any, Protocol
 
 from jaxtyping import Array, Float, Int, UInt32
 
+from pallas_kernels.backends import Choice, choose
 from pallas_kernels.latent_attention import mosaic_gpu, mosaic_tpu, xla
 from pallas_kernels.latent_attention.layout import LatentLayout
 from pallas_kernels.latent_attention.spec import LatentSpec
 
-__all__ = ["LatentAttentionFn", "LatentBackend", "LatentLayout", "LatentSpec", "choose_backend"]
+__all__ = ["Choice", "LatentAttentionFn", "LatentBackend", "LatentLayout", "LatentSpec", "choose_backend"]
 
 
 class LatentAttentionFn(Protocol):
@@ -31,7 +32,7 @@ class LatentAttentionFn(Protocol):
         q_rope: Float[Array, "T N E"],
         latent: Float[Array, "T R"],
         rope: Float[Array, "T E"],
-        kv_pages: Float[Array, "L P B C"],
+        kv_pages: Float[Array, "L P rows row"],
         layer: Int[Array, ""],
         page_table: Int[Array, "S M"],
         kv_lens: Int[Array, " S"],
@@ -41,11 +42,11 @@ class LatentAttentionFn(Protocol):
         scale: float,
         soft_cap: float | None = None,
         tree_mask: UInt32[Array, "T W"] | None = None,
-    ) -> tuple[Float[Array, "T N R"], Float[Array, "L P B C"]]:
+    ) -> tuple[Float[Array, "T N R"], Float[Array, "L P rows row"]]:
         """Writes the new rows (latent, rope) into their pages, then attends causally. kv_pages is donated.
 
-        q_latent: the queries without position, times the up-projection of keys. q_rope, rope: rotated. latent: after its
-        norm. The model multiplies `out` by the up-projection of values.
+        q_latent: the queries without position, times the up-projection of keys. q_rope, rope: rotated. latent: after
+        its norm. The model multiplies `out` by the up-projection of values.
         scale: of naive attention, (nope + rope head dim) ** -0.5 and whatever YaRN adds; not that of R.
         kv_pages, page_table, kv_lens, cu_q_lens, distribution, soft_cap, tree_mask: as of ragged paged attention.
         The outputs of tokens that belong to no row are undefined.
@@ -57,45 +58,26 @@ class LatentAttentionFn(Protocol):
 class LatentBackend:
     """One implementation, fitted to a spec."""
 
-    name: str
+    choice: Choice
     spec: LatentSpec
     attend: LatentAttentionFn
-    simulated: bool  # runs in Pallas' interpret mode on a CPU: exact and slow
-    fallback: str | None  # why the device's own kernel was not taken, where "auto" could not take it
 
     def layout(self, num_layers: int, num_pages: int) -> LatentLayout:
         spec = self.spec
-        return _MODULES[self.name].layout(
+        return _MODULES[self.choice.name].layout(
             num_layers=num_layers, num_pages=num_pages, page_size=spec.page_size, latent_dim=spec.latent_dim,
             rope_dim=spec.rope_dim, dtype=spec.kv_dtype,
         )  # fmt: skip
 
 
 _MODULES = {"mosaic_tpu": mosaic_tpu, "mosaic_gpu": mosaic_gpu, "xla": xla}
-_PLATFORM = {"mosaic_tpu": "tpu", "mosaic_gpu": "gpu"}
 
 
 def choose_backend(name: str, spec: LatentSpec, device: Any) -> LatentBackend:
-    """`name` is a backend or "auto": the jax device's kernel where it supports the spec, else "xla".
-
-    A kernel asked for by name on a CPU is simulated. Raises ValueError with what is missing.
-    """
-    fallback = None
-    if name == "auto":
-        name = {"tpu": "mosaic_tpu", "gpu": "mosaic_gpu"}.get(device.platform, "xla")
-        if (missing := _MODULES[name].unsupported(spec, device.device_kind)) is not None:
-            name, fallback = "xla", f"{name}: {missing}"
-    if name not in _MODULES:
-        raise ValueError(f"latent attention backend {name!r} is not one of auto, {', '.join(_MODULES)}")
-    platform = _PLATFORM.get(name)
-    if platform not in (None, device.platform) and device.platform != "cpu":
-        raise ValueError(
-            f"latent attention backend {name!r} runs on {platform} (simulated on cpu), not on {device.platform}"
-        )
-    simulated = platform is not None and device.platform == "cpu"
-    kind = None if simulated else device.device_kind
-    if (missing := _MODULES[name].unsupported(spec, kind)) is not None:
-        raise ValueError(f"latent attention backend {name!r}: {missing}")
-    attend = _MODULES[name].latent_attention
-    return LatentBackend(name=name, spec=spec, attend=partial(attend, interpret=True) if simulated else attend,
-                         simulated=simulated, fallback=fallback)  # fmt: skip
+    """See `pallas_kernels.backends.choose`. Raises ValueError with what is missing."""
+    unsupported = {backend: module.unsupported for backend, module in _MODULES.items()}
+    choice = choose("latent attention", name, unsupported, spec, device)
+    attend = _MODULES[choice.name].latent_attention
+    return LatentBackend(
+        choice=choice, spec=spec, attend=partial(attend, interpret=True) if choice.simulated else attend
+    )

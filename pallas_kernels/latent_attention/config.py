@@ -1,13 +1,13 @@
 """Block sizes of the kernels, and the memory they take.
 
-Axis letters: N query heads (padded), R latent numbers, E rope numbers (padded), C numbers of a stored row;
+Axis letters: N query heads (padded), R latent numbers, E rope numbers (padded), C numbers of a row of two tokens;
 W tokens of a KV block, Q tokens of a query block, M = Q * N rows of a query block.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pallas_kernels.devices import MiB, Device
+from pallas_kernels.devices import Device, MiB
 from pallas_kernels.tuning import Estimate, choose, require_fit
 
 LANES = 128  # numbers in a row of a TPU vector register
@@ -45,7 +45,7 @@ class Problem:
 
     heads: int
     latent_dim: int
-    row_dim: int
+    rope_dim: int
     page_size: int
     itemsize: int
     kv_itemsize: int
@@ -53,14 +53,15 @@ class Problem:
     def estimate(self, blocks: TPUBlocks) -> Estimate:
         """Of a decode row of 4,096 tokens, with the memory of the larger launch, that of longer rows."""
         queries = blocks.query_tokens * self.heads
-        pages = blocks.buffers * blocks.kv_tokens * self.row_dim * self.kv_itemsize
-        q_and_out = queries * (blocks.buffers * self.row_dim + 2 * self.latent_dim) * self.itemsize
-        running = 4 * queries * (self.latent_dim + 2 * LANES)
-        spilled = 4 * queries * (3 * blocks.compute_tokens + self.latent_dim)  # scores, weights, the block's output
+        token = self.latent_dim + self.rope_dim
+        pages = blocks.buffers * blocks.kv_tokens * token * self.kv_itemsize
+        q_and_out = queries * (blocks.buffers * (self.latent_dim + LANES) + 2 * self.latent_dim + 2 * LANES) * self.itemsize
+        running = 4 * queries * (self.latent_dim + 2 * LANES + 2 * blocks.compute_tokens)
+        spilled = 4 * queries * (2 * blocks.compute_tokens + self.latent_dim)  # weights, a block's output
         fetched = round_up(4096, blocks.kv_tokens)
         return Estimate(
-            hbm_bytes=fetched * self.row_dim * self.kv_itemsize,
-            flops=2 * fetched * self.heads * (self.row_dim + self.latent_dim),
+            hbm_bytes=fetched * token * self.kv_itemsize,
+            flops=2 * fetched * self.heads * (token + self.latent_dim),
             block_bytes=pages + q_and_out + running + spilled + 2 * MiB,
             fixed_seconds=fetched / blocks.compute_tokens * 1e-7,
         )

@@ -5,8 +5,15 @@ fetched page by page several blocks ahead, across the borders of rows. A decode 
 the last KV block in VMEM, and that tile alone goes back to the page. Longer rows' tokens are written first, by
 `write_tpu`, because several query blocks read them.
 
-    HBM pages --DMA a page--> kv[slot] [W, C] --+-- q_latent [M, R], q_rope [M, 128] --> scores [M, w] --> weights
-                                                 +-------------- first R lanes -----------------> out += weights . kv
+    HBM pages --DMA a page--> kv[slot] [W / 2, 2R + 128] --+-- q_latent [M, R], q_rope [2M, 128] --> scores [M, w]
+                                                           |                                            |
+                                                           +--> out [M, R] += weights . latents <-- weights [M, w]
+
+A row of a page holds two tokens: their latents, then their rotated keys in one register's 128 lanes. Scores and weights
+of the even tokens come first, then those of the odd ones. For the rotated keys the queries are there twice, once with
+zeros where the odd token's key lies and once where the even one's does.
+
+Scores of the next tokens are multiplied while the softmax of these runs on the vector units.
 
 Axis letters: as in `config`; D buffers, I query blocks, w tokens attended at once.
 """
@@ -23,10 +30,10 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.devices import DEVICES, Device, device_of_kind
 from pallas_kernels.interpret import tpu_params
 from pallas_kernels.latent_attention.config import LANES, SUBLANES, Problem, TPUBlocks, round_up
-from pallas_kernels.latent_attention.layout import LatentLayout
+from pallas_kernels.latent_attention.layout import LatentLayout, pair_rows
 from pallas_kernels.latent_attention.spec import LatentSpec
 from pallas_kernels.latent_attention.worklist import QueryBlocks, chunk_blocks, decode_blocks, page_writes
-from pallas_kernels.latent_attention.write_tpu import write_pages
+from pallas_kernels.latent_attention.write_tpu import token_in_row, write_pages
 
 _MASKED = -1e30  # the score of what may not be seen; finite, so that differences are never NaN
 _LOWEST = -1e29  # no maximum is lower: exp2(MASKED - LOWEST) is 0, also where nothing is seen
@@ -39,32 +46,32 @@ def latent_attention(
 ):  # fmt: skip
     """See `api.LatentAttentionFn`. kv_pages as `layout` says. interpret: True, or parameters of pltpu."""
     num_tokens, num_heads, latent_dim = q_latent.shape
-    num_rows, page_size = kv_lens.shape[0], kv_pages.shape[2]
+    num_rows, page_size = kv_lens.shape[0], 2 * kv_pages.shape[2]
     heads = round_up(num_heads, SUBLANES)
     device = _device(interpret)
     problem = Problem(
-        heads=heads, latent_dim=latent_dim, row_dim=kv_pages.shape[3], page_size=page_size,
+        heads=heads, latent_dim=latent_dim, rope_dim=rope.shape[1], page_size=page_size,
         itemsize=q_latent.dtype.itemsize, kv_itemsize=kv_pages.dtype.itemsize,
     )  # fmt: skip
     blocks = problem.blocks(device) if blocks is None else blocks
     problem.check(blocks, device)
-    rope_lanes = kv_pages.shape[3] - latent_dim
-    q_latent = jnp.pad(q_latent, ((0, 0), (0, heads - num_heads), (0, 0)))
-    q_rope = jnp.pad(q_rope, ((0, 0), (0, heads - num_heads), (0, rope_lanes - q_rope.shape[2])))
+    q_latent, q_rope = (jnp.pad(q, ((0, 0), (0, heads - num_heads), (0, 0))) for q in (q_latent, q_rope))
+    q_rope = jnp.concatenate([q_rope, q_rope], axis=-1)
     new = jnp.concatenate([latent, rope], axis=-1).astype(kv_pages.dtype)
-    new = jnp.pad(new, ((0, 0), (0, kv_pages.shape[3] - new.shape[1])))
+    interpret = tpu_params() if interpret is True else interpret
     layer = jnp.asarray(layer, jnp.int32).reshape(1)
     table = page_table.reshape(-1)
     attend = functools.partial(_attend, pages_of_row=page_table.shape[1], scale=scale, soft_cap=soft_cap,
-                               blocks=blocks, interpret=tpu_params() if interpret is True else interpret)  # fmt: skip
+                               blocks=blocks, interpret=interpret)  # fmt: skip
 
     items = decode_blocks(kv_lens, cu_q_lens, distribution, blocks.kv_tokens)
-    tiles = jnp.repeat(new[:num_rows, None], SUBLANES, axis=1)  # [S, 16, C]
+    pairs = pair_rows(jnp.repeat(new[:num_rows, None], 2, axis=1), latent_dim)  # [S, 1, C], the token in both places
+    tiles = jnp.repeat(pairs, SUBLANES, axis=1)
     out = jax.ShapeDtypeStruct(q_latent.shape, q_latent.dtype)
     out, kv_pages = attend(items, layer, table, q_latent, q_rope, tiles, kv_pages, out, query_tokens=1)
     if num_tokens > num_rows:
         writes = page_writes(num_tokens, page_size, page_table, kv_lens, cu_q_lens, distribution)
-        kv_pages = write_pages(writes, layer, new, kv_pages, interpret=interpret)
+        kv_pages = write_pages(writes, layer, new, kv_pages, latent_dim=latent_dim, interpret=interpret)
         items = chunk_blocks(num_tokens, kv_lens, cu_q_lens, distribution, blocks.kv_tokens, blocks.query_tokens)
         seen = None if tree_mask is None else _bits(tree_mask)
         out, kv_pages = attend(items, layer, table, q_latent, q_rope, seen, kv_pages, out,
@@ -96,10 +103,10 @@ def unsupported(spec: LatentSpec, device_kind: str | None) -> str | None:
             return f"{name}={jnp.dtype(getattr(spec, name)).name} must be one of {', '.join(dtypes)}"
     if spec.latent_dim % LANES:
         return f"latent_dim={spec.latent_dim} must be a multiple of {LANES}"
-    if spec.rope_dim > LANES:
-        return f"rope_dim={spec.rope_dim} must be at most {LANES}"
-    if spec.page_size % SUBLANES:
-        return f"page_size={spec.page_size} must be a multiple of {SUBLANES}"
+    if 2 * spec.rope_dim != LANES:
+        return f"rope_dim={spec.rope_dim} must be {LANES // 2}"
+    if spec.page_size % (2 * SUBLANES):
+        return f"page_size={spec.page_size} must be a multiple of {2 * SUBLANES}, a tile of rows of two tokens"
     if spec.num_heads > 256:
         return f"num_heads={spec.num_heads} must be at most 256"
     if device_kind is not None:
@@ -111,18 +118,16 @@ def unsupported(spec: LatentSpec, device_kind: str | None) -> str | None:
 
 
 def layout(**fields) -> LatentLayout:
-    """The rotated key has lanes of its own, so that both parts of a row start at a register's first lane."""
-    return LatentLayout(**fields, row_dim=fields["latent_dim"] + LANES)
+    return LatentLayout(**fields, pairs=True)
 
 
 def _attend(
     items: QueryBlocks, layer, table, q_latent, q_rope, extra, kv_pages, out, *,
     pages_of_row, scale, soft_cap, blocks: TPUBlocks, query_tokens, tree_nodes=0, interpret,
 ):  # fmt: skip
-    """One launch. `extra`: decode: the new rows [S, 16, C]; else: trees as bits [T, 1, bits], or None. `out` is the array
-    to write into, or its shape."""
-    (_, heads, latent_dim), rope_lanes = q_latent.shape, q_rope.shape[2]
-    page_size, row_dim = kv_pages.shape[2:]
+    """One launch. `extra`: decode: rows of the new tokens [S, 16, C]; else: trees as bits [T, 1, bits], or None. `out`
+    is the array to write into, or its shape."""
+    _, heads, latent_dim = q_latent.shape
     queries = query_tokens * heads
     depth = blocks.buffers
     decode = query_tokens == 1
@@ -146,11 +151,13 @@ def _attend(
             in_specs=[anywhere] * (len(operands) - len(scalars)),
             out_specs=[anywhere, anywhere],
             scratch_shapes=[
-                pltpu.VMEM((depth, blocks.kv_tokens, row_dim), kv_pages.dtype),
+                pltpu.VMEM((depth, blocks.kv_tokens // 2, kv_pages.shape[3]), kv_pages.dtype),
                 pltpu.VMEM((depth, query_tokens, heads, latent_dim), dtype),
-                pltpu.VMEM((depth, query_tokens, heads, rope_lanes), dtype),
+                pltpu.VMEM((depth, query_tokens, heads, LANES), dtype),
                 *extra_buffers,
                 pltpu.VMEM((2, query_tokens, heads, latent_dim), dtype),  # results on their way out
+                pltpu.VMEM((2 * queries, LANES), dtype),  # q_rope for even and for odd tokens
+                pltpu.VMEM((queries, blocks.compute_tokens), jnp.float32),  # scores
                 pltpu.VMEM((queries, latent_dim), jnp.float32),  # weighted values
                 pltpu.VMEM((queries, LANES), jnp.float32),  # maximum, the same in all lanes
                 pltpu.VMEM((queries, LANES), jnp.float32),  # sum of weights
@@ -173,20 +180,25 @@ def _kernel(
     layer, table, row, start, tokens, position, kv_len, new, steps, count, total,
     *refs, has_extra, aliased, decode, pages_of_row, scale, soft_cap, compute_tokens, tree_nodes,
 ):  # fmt: skip
-    # Inputs in HBM: q_latent [T, N, R], q_rope [T, N, 128], extra, (out), (pages [L, P, B, C], aliased).
+    # Inputs in HBM: q_latent [T, N, R], q_rope [T, N, 128], extra, (out), (pages [L, P, B / 2, C], aliased).
     q_latent_hbm, q_rope_hbm, *rest = refs
     extra_hbm = rest.pop(0) if has_extra else None
     if aliased:
         rest.pop(0)
     _, out_hbm, pages, kv, q_latent, q_rope, *rest = rest
     extra = rest.pop(0) if has_extra else None
-    out, acc, highest, weight_sum, kv_sem, q_sem, out_sem, write_sem = rest
-    depth, kv_tokens, _ = kv.shape
-    page_size = pages.shape[2]
+    out, q_even_odd, scores, acc, highest, weight_sum, kv_sem, q_sem, out_sem, write_sem = rest
+    depth, kv_rows, row_dim = kv.shape
+    kv_tokens = 2 * kv_rows
+    page_rows = pages.shape[2]
+    page_size = 2 * page_rows
     _, query_tokens, heads, latent_dim = q_latent.shape
     queries = query_tokens * heads
     block_pages = kv_tokens // page_size
+    dtype = q_latent.dtype
     copy = pltpu.make_async_copy
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    dot = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
 
     def seen_len(item):  # tokens of its row that the query block's last token sees
         return position[item] + tokens[item]
@@ -196,10 +208,11 @@ def _kernel(
 
     def page_copy(item, block, slot, i):
         page = table[row[item] * pages_of_row + block * block_pages + i]
-        return copy(pages.at[layer[0], page], kv.at[slot, pl.ds(i * page_size, page_size)], kv_sem.at[slot])
+        rows = pl.ds(pl.multiple_of(i * page_rows, SUBLANES), page_rows)
+        return copy(pages.at[layer[0], page], kv.at[slot, rows], kv_sem.at[slot])
 
-    def token_copies(item, slot, i):
-        token = start[item] + i
+    def token_copies(item, i):
+        token, slot = start[item] + i, lax.rem(item, depth)
         yield copy(q_latent_hbm.at[token], q_latent.at[slot, i], q_sem.at[slot])
         yield copy(q_rope_hbm.at[token], q_rope.at[slot, i], q_sem.at[slot])
         if has_extra:
@@ -209,14 +222,12 @@ def _kernel(
         slot = lax.rem(item, 2)
         return copy(out.at[slot, i], out_hbm.at[start[item] + i], out_sem.at[slot])
 
-    def tile_of(item):
-        """Where in its page the tile of a decode row's new token starts."""
-        return pl.multiple_of(lax.rem(position[item], page_size) // SUBLANES * SUBLANES, SUBLANES)
-
     def tile_copy(item):
+        """A decode row's tile with its new token."""
         page = table[row[item] * pages_of_row + position[item] // page_size]
+        at = pl.multiple_of(lax.rem(position[item], page_size) // 2 // SUBLANES * SUBLANES, SUBLANES)
         slot = lax.rem(item, depth)
-        return copy(extra.at[slot], pages.at[layer[0], page, pl.ds(tile_of(item), SUBLANES)], write_sem.at[slot])
+        return copy(extra.at[slot], pages.at[layer[0], page, pl.ds(at, SUBLANES)], write_sem.at[slot])
 
     def each_token(item, do):
         if decode:
@@ -227,15 +238,13 @@ def _kernel(
     def fetch(step, item, block):
         """Starts the copies of one KV block, with the first of an item also those of its queries."""
         slot = lax.rem(step, depth)
-        for i in range(block_pages):
-            pl.when(i < pages_in(item, block))(lambda i=i: page_copy(item, block, slot, i).start())
+        lax.fori_loop(0, pages_in(item, block), lambda i, _: page_copy(item, block, slot, i).start(), None)
 
         @pl.when(block == 0)
         def _():
-            mine = lax.rem(item, depth)
             if decode:  # the buffer's former tile must have left
                 pl.when(item >= depth)(lambda: tile_copy(item - depth).wait())
-            each_token(item, lambda i: [c.start() for c in token_copies(item, mine, i)] and None)
+            each_token(item, lambda i: [c.start() for c in token_copies(item, i)] and None)
 
     def advance(item, block):
         done = block + 1 >= steps[item]
@@ -246,62 +255,70 @@ def _kernel(
         following = advance(jnp.minimum(cursor[0], row.shape[0] - 1), cursor[1])
         return tuple(jnp.where(step < total[0], new, old) for new, old in zip(following, cursor, strict=True))
 
-    def tree_seen(item, first, size):
-        """1 where a token sees key i of a block in which the row's new tokens start at `first`: [Q, w]. Moving the bits
-        to their place is a product with a shifted unit matrix."""
+    def keys_of(slot, i):
+        """Rows [w / 2, C] of the i-th tokens attended at once."""
+        size = compute_tokens // 2
+        return kv[slot, pl.ds(pl.multiple_of(i * size, size), size)].astype(dtype)
+
+    def multiply(item, slot, i):
+        """Their scores, unscaled."""
+        keys = keys_of(slot, i)
+        by_rows = (((1,), (1,)), ((), ()))
+        latents = q_latent[lax.rem(item, depth)].reshape(queries, latent_dim)
+        half = compute_tokens // 2
+        rotated = dot(q_even_odd[...], keys[:, 2 * latent_dim :], by_rows)  # [2M, w / 2]
+        for odd in range(2):
+            key = keys[:, odd * latent_dim : (odd + 1) * latent_dim]
+            part = dot(latents, key, by_rows) + rotated[odd * queries : (odd + 1) * queries]
+            scores[:, odd * half : (odd + 1) * half] = part
+
+    def tree_seen(item, index):
+        """1 where a token sees the key at a cache index: [Q, w]. A product with a shifted unit matrix moves the bits."""
         bits = extra[lax.rem(item, depth)].reshape(query_tokens, -1)
-        node = lax.broadcasted_iota(jnp.int32, (bits.shape[1], size), 0)
-        key = lax.broadcasted_iota(jnp.int32, (bits.shape[1], size), 1)
-        place = jnp.where(node == key - first, 1.0, 0.0)
+        node = lax.broadcasted_iota(jnp.int32, (bits.shape[1], index.shape[1]), 0)
+        place = jnp.where(node == index - (kv_len[item] - new[item]), 1.0, 0.0)
         return jnp.dot(bits, place, preferred_element_type=jnp.float32)
 
-    def attend(item, slot, block, i):
-        """`w` tokens of a KV block."""
-        size = compute_tokens
-        keys = kv[slot, pl.ds(pl.multiple_of(i * size, size), size)]
-        mine = lax.rem(item, depth)
-        dtype = q_latent.dtype
-        keys = keys.astype(dtype)
-        precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
-        dot = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
-        rows_by_rows = (((1,), (1,)), ((), ()))
-        scores = dot(q_latent[mine].reshape(queries, latent_dim), keys[:, :latent_dim], rows_by_rows)
-        scores += dot(q_rope[mine].reshape(queries, -1), keys[:, latent_dim:], rows_by_rows)  # [M, w]
+    def attend(item, slot, block, i, s):
         if soft_cap is None:
-            scores *= scale * _LOG2_E
+            s *= scale * _LOG2_E
         else:
-            scores = jnp.tanh(scores * (scale / soft_cap)) * (soft_cap * _LOG2_E)
-        at = block * kv_tokens + i * size
+            s = jnp.tanh(s * (scale / soft_cap)) * (soft_cap * _LOG2_E)
+        lane = lax.broadcasted_iota(jnp.int32, (1, compute_tokens), 1)
+        index = 2 * lane - jnp.where(lane < compute_tokens // 2, 0, compute_tokens - 1)
+        index += block * kv_tokens + i * compute_tokens
         if decode:
-            index = lax.broadcasted_iota(jnp.int32, (1, size), 1)
-            visible = index < seen_len(item) - at
+            visible = index < seen_len(item)
         else:
-            shape = (query_tokens, heads, size)
-            token = lax.broadcasted_iota(jnp.int32, shape, 0)
-            index = lax.broadcasted_iota(jnp.int32, shape, 2) + at
+            token = lax.broadcasted_iota(jnp.int32, (query_tokens, heads, compute_tokens), 0)
+            index = index[None]
             visible = index <= token + position[item]
             if has_extra:
-                seen = tree_seen(item, kv_len[item] - new[item] - at, size)  # [Q, w]
+                seen = tree_seen(item, index[0])[:, None] > 0.5  # [Q, 1, w]
                 is_tree = (new[item] >= 2) & (new[item] <= tree_nodes)
-                visible = jnp.where(is_tree & (index >= kv_len[item] - new[item]), seen[:, None] > 0.5, visible)
-            visible = visible.reshape(queries, size)
-        scores = jnp.where(visible, scores, _MASKED)
+                visible = jnp.where(is_tree & (index >= kv_len[item] - new[item]), seen, visible)
+            visible = visible.reshape(queries, compute_tokens)
+        s = jnp.where(visible, s, _MASKED)
 
         before = highest[...]
-        after = jnp.maximum(before, scores.max(axis=1, keepdims=True))
-        weights = jnp.exp2(scores - after[:, :1])
+        after = jnp.maximum(before, s.max(axis=1, keepdims=True))
         keep = jnp.exp2(before - after)
         highest[...] = after
-        weight_sum[...] = weight_sum[...] * keep + weights.sum(axis=1, keepdims=True)
-        added = dot(weights.astype(dtype), keys[:, :latent_dim], (((1,), (0,)), ((), ())))
+        tiles = [jnp.exp2(s[:, at : at + LANES] - after) for at in range(0, compute_tokens, LANES)]
+        weight_sum[...] = weight_sum[...] * keep + sum(tiles[1:], tiles[0])  # lanes are summed at the end
+        weights = jnp.concatenate([tile.astype(dtype) for tile in tiles], axis=1)
+        keys, half = keys_of(slot, i), compute_tokens // 2
+        by_columns = (((1,), (0,)), ((), ()))
+        added = dot(weights[:, :half], keys[:, :latent_dim], by_columns)
+        added += dot(weights[:, half:], keys[:, latent_dim : 2 * latent_dim], by_columns)
         acc[...] = acc[...] * keep[:, :1] + added
 
-    def finish_rows(item, slot, block):
+    def finish_tokens(item, slot, block):
         """Puts a decode row's new token into its tile, and zeros what is beyond the last query: it may be NaN."""
         length = seen_len(item) - block * kv_tokens
-        at = pl.multiple_of((length - 1) // SUBLANES * SUBLANES, SUBLANES)
+        at = pl.multiple_of((length - 1) // 2 // SUBLANES * SUBLANES, SUBLANES)
         tile = kv[slot, pl.ds(at, SUBLANES)]
-        index = lax.broadcasted_iota(jnp.int32, tile.shape, 0) + at
+        index = 2 * (lax.broadcasted_iota(jnp.int32, tile.shape, 0) + at) + token_in_row(tile.shape, latent_dim)
         if decode:
             mine = lax.rem(item, depth)
             tile = jnp.where(index == length - 1, extra[mine], tile)
@@ -310,42 +327,47 @@ def _kernel(
         kv[slot, pl.ds(at, SUBLANES)] = jnp.where(index < length, tile, jnp.zeros_like(tile))
 
         def clear(i, _):
-            at = pl.multiple_of(i * SUBLANES, SUBLANES)
-            kv[slot, pl.ds(at, SUBLANES)] = jnp.zeros((SUBLANES, kv.shape[2]), kv.dtype)
+            rows = pl.ds(pl.multiple_of(i * SUBLANES, SUBLANES), SUBLANES)
+            kv[slot, rows] = jnp.zeros((SUBLANES, row_dim), kv.dtype)
 
-        tiles = compute_tokens // SUBLANES
-        first = pl.cdiv(length, SUBLANES)
+        first, tiles = at // SUBLANES + 1, compute_tokens // 2 // SUBLANES
         lax.fori_loop(first, pl.cdiv(first, tiles) * tiles, clear, None)
+
+    def begin(item):
+        each_token(item, lambda i: [c.wait() for c in token_copies(item, i)] and None)
+        both = q_rope[lax.rem(item, depth)].reshape(queries, LANES)
+        even = lax.broadcasted_iota(jnp.int32, both.shape, 1) < LANES // 2
+        q_even_odd[:queries] = jnp.where(even, both, jnp.zeros_like(both))
+        q_even_odd[queries:] = jnp.where(even, jnp.zeros_like(both), both)
+        acc[...] = jnp.zeros_like(acc)
+        highest[...] = jnp.full_like(highest, _LOWEST)
+        weight_sum[...] = jnp.zeros_like(weight_sum)
+
+    def finish(item):
+        pl.when(item >= 2)(lambda: each_token(item - 2, lambda i: out_copy(item - 2, i).wait()))
+        result = acc[...] / weight_sum[...].sum(axis=1, keepdims=True)
+        out[lax.rem(item, 2)] = result.reshape(query_tokens, heads, latent_dim).astype(out.dtype)
+        each_token(item, lambda i: out_copy(item, i).start())
 
     def body(step, carry):
         ahead, (item, block) = carry
         ahead = fetch_if_any(step + depth - 1, ahead)
         slot = lax.rem(step, depth)
-        here = pages_in(item, block)
-
-        @pl.when(block == 0)
-        def _():
-            mine = lax.rem(item, depth)
-            each_token(item, lambda i: [c.wait() for c in token_copies(item, mine, i)] and None)
-            acc[...] = jnp.zeros_like(acc)
-            highest[...] = jnp.full_like(highest, _LOWEST)
-            weight_sum[...] = jnp.zeros_like(weight_sum)
-
-        lax.fori_loop(0, here, lambda i, _: page_copy(item, block, slot, i).wait(), None)
         last = block + 1 == steps[item]
-        length = jnp.minimum(seen_len(item) - block * kv_tokens, kv_tokens)
-        pl.when(last)(lambda: finish_rows(item, slot, block))
-        lax.fori_loop(
-            0, pl.cdiv(length, compute_tokens), lambda i, _: attend(item, slot, block, i), None
-        )
+        pl.when(block == 0)(lambda: begin(item))
+        lax.fori_loop(0, pages_in(item, block), lambda i, _: page_copy(item, block, slot, i).wait(), None)
+        pl.when(last)(lambda: finish_tokens(item, slot, block))
+        count = pl.cdiv(jnp.minimum(seen_len(item) - block * kv_tokens, kv_tokens), compute_tokens)
+        multiply(item, slot, 0)
 
-        @pl.when(last)
-        def _():
-            pl.when(item >= 2)(lambda: each_token(item - 2, lambda i: out_copy(item - 2, i).wait()))
-            result = acc[...] / weight_sum[:, :1]
-            out[lax.rem(item, 2)] = result.reshape(query_tokens, heads, latent_dim).astype(out.dtype)
-            each_token(item, lambda i: out_copy(item, i).start())
+        def overlap(i, _):
+            s = scores[...]  # read before the next scores are written: the buffer is their only order
+            multiply(item, slot, i + 1)
+            attend(item, slot, block, i, s)
 
+        lax.fori_loop(0, count - 1, overlap, None)
+        attend(item, slot, block, count - 1, scores[...])
+        pl.when(last)(lambda: finish(item))
         return ahead, advance(item, block)
 
     ahead = (jnp.int32(0), jnp.int32(0))
@@ -353,12 +375,10 @@ def _kernel(
         ahead = fetch_if_any(jnp.int32(step), ahead)
     lax.fori_loop(0, total[0], body, (ahead, (jnp.int32(0), jnp.int32(0))))
 
-    def drain(i, most, wait):
-        item = count[0] - 1 - i
-        pl.when(item >= 0)(lambda: wait(item))
-
-    for i in range(2):
-        drain(i, 2, lambda item: each_token(item, lambda t: out_copy(item, t).wait()))
-    if decode:
-        for i in range(depth):
-            drain(i, depth, lambda item: tile_copy(item).wait())
+    # Copies that nobody has waited for.
+    for i in range(1, 3):
+        item = count[0] - i
+        pl.when(item >= 0)(lambda item=item: each_token(item, lambda t: out_copy(item, t).wait()))
+    for i in range(1, depth + 1) if decode else ():
+        item = count[0] - i
+        pl.when(item >= 0)(lambda item=item: tile_copy(item).wait())

@@ -10,7 +10,7 @@ def latent_attention(
     q_latent, q_rope, latent, rope, kv_pages, layer, page_table, kv_lens, cu_q_lens, distribution, *,
     scale, soft_cap=None, tree_mask=None,
 ):  # fmt: skip
-    """The arguments of `api.LatentAttentionFn` as numpy arrays; pages [L, P, B, R + E]. Returns (out float32, pages)."""
+    """Arguments: `api.LatentAttentionFn` in numpy; pages [L, P, B, R + E]. Returns (out in float32, pages)."""
     query = np.concatenate([q_latent, q_rope], axis=-1).astype(np.float32)  # [T, N, R + E]
     new = np.concatenate([latent, rope], axis=-1)
     pages = np.array(kv_pages)
