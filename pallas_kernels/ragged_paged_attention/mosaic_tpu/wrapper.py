@@ -107,7 +107,10 @@ def ragged_paged_attention(
         if scales is not None:
             new, new_scales = quantize_rows(new, values.dtype)
             page, slot = rows.slots(page_table, problem.page_size)
-            scales = scales.at[layer, page, :, :, slot].set(new_scales, mode="promise_in_bounds")
+            # An index for every axis: with slices between, XLA lays all scales out anew to write a few (16x the memory).
+            plane, head = np.arange(2)[:, None], np.arange(problem.num_kv_heads)
+            at = scales.at[layer, page[:, None, None], plane, head, slot[:, None, None]]
+            scales = at.set(new_scales, mode="promise_in_bounds")
         new = _to_rows(new, problem)
         queries = (q.astype(jnp.float32) * problem.query_factor).astype(q.dtype)
         queries = queries.reshape(num_tokens, problem.num_kv_heads, problem.group, head_dim)
