@@ -31,8 +31,8 @@ class TPUBlocks:
     def __post_init__(self):
         if self.kv_tokens % self.compute_tokens:
             raise ValueError(f"{self.kv_tokens=} must be a multiple of {self.compute_tokens=}")
-        if self.compute_tokens % LANES:
-            raise ValueError(f"{self.compute_tokens=} must be a multiple of {LANES}, the lanes of a register")
+        if self.compute_tokens % (2 * LANES):
+            raise ValueError(f"{self.compute_tokens=} must be a multiple of {2 * LANES}, two registers' lanes")
         if self.buffers < 2:
             raise ValueError(f"{self.buffers=} must be at least 2, to fetch one block while another is read")
         if self.query_tokens < 2:
@@ -56,8 +56,8 @@ class Problem:
         token = self.latent_dim + self.rope_dim
         pages = blocks.buffers * blocks.kv_tokens * token * self.kv_itemsize
         q_and_out = queries * (blocks.buffers * (self.latent_dim + LANES) + 2 * self.latent_dim + 2 * LANES) * self.itemsize
-        running = 4 * queries * (self.latent_dim + 2 * LANES + 2 * blocks.compute_tokens)
-        spilled = 4 * queries * (2 * blocks.compute_tokens + self.latent_dim)  # weights, a block's output
+        running = 4 * queries * (self.latent_dim + 2 * LANES)
+        spilled = 4 * queries * (3 * blocks.compute_tokens + self.latent_dim)  # scores, weights, a block's output
         fetched = round_up(4096, blocks.kv_tokens)
         return Estimate(
             hbm_bytes=fetched * token * self.kv_itemsize,

@@ -13,8 +13,6 @@ A row of a page holds two tokens: their latents, then their rotated keys in one 
 of the even tokens come first, then those of the odd ones. For the rotated keys the queries are there twice, once with
 zeros where the odd token's key lies and once where the even one's does.
 
-Scores of the next tokens are multiplied while the softmax of these runs on the vector units.
-
 Axis letters: as in `config`; D buffers, I query blocks, w tokens attended at once.
 """
 
@@ -37,6 +35,7 @@ from pallas_kernels.latent_attention.write_tpu import token_in_row, write_pages
 
 _MASKED = -1e30  # the score of what may not be seen; finite, so that differences are never NaN
 _LOWEST = -1e29  # no maximum is lower: exp2(MASKED - LOWEST) is 0, also where nothing is seen
+_SMALL = 256  # tokens attended at once where fewer than the config says are left
 _LOG2_E = 1.4426950408889634
 
 
@@ -157,7 +156,6 @@ def _attend(
                 *extra_buffers,
                 pltpu.VMEM((2, query_tokens, heads, latent_dim), dtype),  # results on their way out
                 pltpu.VMEM((2 * queries, LANES), dtype),  # q_rope for even and for odd tokens
-                pltpu.VMEM((queries, blocks.compute_tokens), jnp.float32),  # scores
                 pltpu.VMEM((queries, latent_dim), jnp.float32),  # weighted values
                 pltpu.VMEM((queries, LANES), jnp.float32),  # maximum, the same in all lanes
                 pltpu.VMEM((queries, LANES), jnp.float32),  # sum of weights
@@ -187,7 +185,7 @@ def _kernel(
         rest.pop(0)
     _, out_hbm, pages, kv, q_latent, q_rope, *rest = rest
     extra = rest.pop(0) if has_extra else None
-    out, q_even_odd, scores, acc, highest, weight_sum, kv_sem, q_sem, out_sem, write_sem = rest
+    out, q_even_odd, acc, highest, weight_sum, kv_sem, q_sem, out_sem, write_sem = rest
     depth, kv_rows, row_dim = kv.shape
     kv_tokens = 2 * kv_rows
     page_rows = pages.shape[2]
@@ -229,6 +227,12 @@ def _kernel(
         slot = lax.rem(item, depth)
         return copy(extra.at[slot], pages.at[layer[0], page, pl.ds(at, SUBLANES)], write_sem.at[slot])
 
+    def for_each(count, do):
+        """In fours, whose scalar work overlaps."""
+        fours = count // 4
+        lax.fori_loop(0, fours, lambda i, _: [do(4 * i + j) for j in range(4)] and None, None)
+        lax.fori_loop(4 * fours, count, lambda i, _: do(i), None)
+
     def each_token(item, do):
         if decode:
             do(0)
@@ -238,7 +242,7 @@ def _kernel(
     def fetch(step, item, block):
         """Starts the copies of one KV block, with the first of an item also those of its queries."""
         slot = lax.rem(step, depth)
-        lax.fori_loop(0, pages_in(item, block), lambda i, _: page_copy(item, block, slot, i).start(), None)
+        for_each(pages_in(item, block), lambda i: page_copy(item, block, slot, i).start())
 
         @pl.when(block == 0)
         def _():
@@ -255,22 +259,49 @@ def _kernel(
         following = advance(jnp.minimum(cursor[0], row.shape[0] - 1), cursor[1])
         return tuple(jnp.where(step < total[0], new, old) for new, old in zip(following, cursor, strict=True))
 
-    def keys_of(slot, i):
-        """Rows [w / 2, C] of the i-th tokens attended at once."""
-        size = compute_tokens // 2
-        return kv[slot, pl.ds(pl.multiple_of(i * size, size), size)].astype(dtype)
-
-    def multiply(item, slot, i):
-        """Their scores, unscaled."""
-        keys = keys_of(slot, i)
-        by_rows = (((1,), (1,)), ((), ()))
+    def attend(item, slot, block, first, size):
+        """`size` tokens of a KV block, from its row `first` on."""
+        half = size // 2
+        keys = kv[slot, pl.ds(pl.multiple_of(first, SUBLANES), half)].astype(dtype)  # [w / 2, C]
+        by_rows, by_columns = (((1,), (1,)), ((), ())), (((1,), (0,)), ((), ()))
         latents = q_latent[lax.rem(item, depth)].reshape(queries, latent_dim)
-        half = compute_tokens // 2
-        rotated = dot(q_even_odd[...], keys[:, 2 * latent_dim :], by_rows)  # [2M, w / 2]
-        for odd in range(2):
-            key = keys[:, odd * latent_dim : (odd + 1) * latent_dim]
-            part = dot(latents, key, by_rows) + rotated[odd * queries : (odd + 1) * queries]
-            scores[:, odd * half : (odd + 1) * half] = part
+        even, odd = [], []
+        for at in range(0, half, 2 * LANES):  # as wide as the MXU
+            some = keys[at : at + 2 * LANES]
+            rotated = dot(q_even_odd[...], some[:, 2 * latent_dim :], by_rows)  # [2M, 256]
+            even.append(dot(latents, some[:, :latent_dim], by_rows) + rotated[:queries])
+            odd.append(dot(latents, some[:, latent_dim : 2 * latent_dim], by_rows) + rotated[queries:])
+        s = jnp.concatenate(even + odd, axis=1)
+        if soft_cap is None:
+            s *= scale * _LOG2_E
+        else:
+            s = jnp.tanh(s * (scale / soft_cap)) * (soft_cap * _LOG2_E)
+        s = jnp.where(visible(item, block * kv_tokens + 2 * first, size), s, _MASKED)
+
+        before = highest[...]
+        after = jnp.maximum(before, s.max(axis=1, keepdims=True))
+        keep = jnp.exp2(before - after)
+        highest[...] = after
+        tiles = [jnp.exp2(s[:, at : at + LANES] - after) for at in range(0, size, LANES)]
+        weight_sum[...] = weight_sum[...] * keep + sum(tiles[1:], tiles[0])  # lanes are summed at the end
+        weights = jnp.concatenate([tile.astype(dtype) for tile in tiles], axis=1)
+        added = dot(weights[:, :half], keys[:, :latent_dim], by_columns)
+        added += dot(weights[:, half:], keys[:, latent_dim : 2 * latent_dim], by_columns)
+        acc[...] = acc[...] * keep[:, :1] + added
+
+    def visible(item, at, size):
+        """[M or 1, w]: whether the queries see the `size` keys from cache index `at` on, the even ones first."""
+        lane = lax.broadcasted_iota(jnp.int32, (1, size), 1)
+        index = at + 2 * lane - jnp.where(lane < size // 2, 0, size - 1)
+        if decode:
+            return index < seen_len(item)
+        token = lax.broadcasted_iota(jnp.int32, (query_tokens, heads, size), 0)
+        seen = index[None] <= token + position[item]
+        if has_extra:
+            is_tree = (new[item] >= 2) & (new[item] <= tree_nodes)
+            in_tree = is_tree & (index >= kv_len[item] - new[item])
+            seen = jnp.where(in_tree[None], tree_seen(item, index)[:, None] > 0.5, seen)
+        return seen.reshape(queries, size)
 
     def tree_seen(item, index):
         """1 where a token sees the key at a cache index: [Q, w]. A product with a shifted unit matrix moves the bits."""
@@ -278,40 +309,6 @@ def _kernel(
         node = lax.broadcasted_iota(jnp.int32, (bits.shape[1], index.shape[1]), 0)
         place = jnp.where(node == index - (kv_len[item] - new[item]), 1.0, 0.0)
         return jnp.dot(bits, place, preferred_element_type=jnp.float32)
-
-    def attend(item, slot, block, i, s):
-        if soft_cap is None:
-            s *= scale * _LOG2_E
-        else:
-            s = jnp.tanh(s * (scale / soft_cap)) * (soft_cap * _LOG2_E)
-        lane = lax.broadcasted_iota(jnp.int32, (1, compute_tokens), 1)
-        index = 2 * lane - jnp.where(lane < compute_tokens // 2, 0, compute_tokens - 1)
-        index += block * kv_tokens + i * compute_tokens
-        if decode:
-            visible = index < seen_len(item)
-        else:
-            token = lax.broadcasted_iota(jnp.int32, (query_tokens, heads, compute_tokens), 0)
-            index = index[None]
-            visible = index <= token + position[item]
-            if has_extra:
-                seen = tree_seen(item, index[0])[:, None] > 0.5  # [Q, 1, w]
-                is_tree = (new[item] >= 2) & (new[item] <= tree_nodes)
-                visible = jnp.where(is_tree & (index >= kv_len[item] - new[item]), seen, visible)
-            visible = visible.reshape(queries, compute_tokens)
-        s = jnp.where(visible, s, _MASKED)
-
-        before = highest[...]
-        after = jnp.maximum(before, s.max(axis=1, keepdims=True))
-        keep = jnp.exp2(before - after)
-        highest[...] = after
-        tiles = [jnp.exp2(s[:, at : at + LANES] - after) for at in range(0, compute_tokens, LANES)]
-        weight_sum[...] = weight_sum[...] * keep + sum(tiles[1:], tiles[0])  # lanes are summed at the end
-        weights = jnp.concatenate([tile.astype(dtype) for tile in tiles], axis=1)
-        keys, half = keys_of(slot, i), compute_tokens // 2
-        by_columns = (((1,), (0,)), ((), ()))
-        added = dot(weights[:, :half], keys[:, :latent_dim], by_columns)
-        added += dot(weights[:, half:], keys[:, latent_dim : 2 * latent_dim], by_columns)
-        acc[...] = acc[...] * keep[:, :1] + added
 
     def finish_tokens(item, slot, block):
         """Puts a decode row's new token into its tile, and zeros what is beyond the last query: it may be NaN."""
@@ -330,7 +327,7 @@ def _kernel(
             rows = pl.ds(pl.multiple_of(i * SUBLANES, SUBLANES), SUBLANES)
             kv[slot, rows] = jnp.zeros((SUBLANES, row_dim), kv.dtype)
 
-        first, tiles = at // SUBLANES + 1, compute_tokens // 2 // SUBLANES
+        first, tiles = at // SUBLANES + 1, _SMALL // 2 // SUBLANES
         lax.fori_loop(first, pl.cdiv(first, tiles) * tiles, clear, None)
 
     def begin(item):
@@ -355,18 +352,19 @@ def _kernel(
         slot = lax.rem(step, depth)
         last = block + 1 == steps[item]
         pl.when(block == 0)(lambda: begin(item))
-        lax.fori_loop(0, pages_in(item, block), lambda i, _: page_copy(item, block, slot, i).wait(), None)
+        for_each(pages_in(item, block), lambda i: page_copy(item, block, slot, i).wait())
         pl.when(last)(lambda: finish_tokens(item, slot, block))
-        count = pl.cdiv(jnp.minimum(seen_len(item) - block * kv_tokens, kv_tokens), compute_tokens)
-        multiply(item, slot, 0)
-
-        def overlap(i, _):
-            s = scores[...]  # read before the next scores are written: the buffer is their only order
-            multiply(item, slot, i + 1)
-            attend(item, slot, block, i, s)
-
-        lax.fori_loop(0, count - 1, overlap, None)
-        attend(item, slot, block, count - 1, scores[...])
+        length = jnp.minimum(seen_len(item) - block * kv_tokens, kv_tokens)
+        large = length // compute_tokens
+        small = pl.cdiv(length - large * compute_tokens, _SMALL)  # what is left, in steps that waste little
+        lax.fori_loop(
+            0, large, lambda i, _: attend(item, slot, block, i * (compute_tokens // 2), compute_tokens), None
+        )
+        if compute_tokens > _SMALL:
+            start_small = large * (compute_tokens // 2)
+            lax.fori_loop(
+                0, small, lambda i, _: attend(item, slot, block, start_small + i * (_SMALL // 2), _SMALL), None
+            )
         pl.when(last)(lambda: finish(item))
         return ahead, advance(item, block)
 
