@@ -1,7 +1,8 @@
 """How good is a TPU kernel's schedule? Read from the real TPU compiler's bundles, without a TPU.
 
-    python -m scripts.tpu_schedule                       # every kernel, beside jax's own at the same shapes
-    python -m scripts.tpu_schedule --target v6e --only llama3-8b/decode
+    python -m scripts.tpu_schedule                       # ragged paged attention, beside jax's own at the same shapes
+    python -m scripts.tpu_schedule --target v6e --only llama3-8b --no-jax
+    python -m scripts.tpu_schedule --loops latent        # the loops of every kernel whose case has that in its name
 
 To look at a kernel while writing it, use `schedule_of`:
 
@@ -16,7 +17,9 @@ To look at a kernel while writing it, use `schedule_of`:
         print(hot.bundles / tokens_per_block, hot.spills, hot.slots)
 """
 
+import argparse
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -24,8 +27,25 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from scripts.aot.bundles import DUMP_FLAGS, Schedule, read_dump
-from scripts.aot.targets import TARGETS, compile_for, prepare_environment, quiet_stderr
+from scripts.aot.targets import (
+    TARGETS,
+    Target,
+    TargetUnavailable,
+    compile_for,
+    devices_of,
+    prepare_environment,
+    quiet_stderr,
+)
+
+# Head sizes 128, 64 and 256; the first is the one that public figures exist for.
+SHAPES = ("llama3-8b", "llama3-70b/8", "smollm2-135m", "gpt-oss-20b", "gemma2-9b")
+UNITS = ("MATMUL", "MATPUSH", "VALU", "EUP", "VLOAD", "VSTORE")
+# Block sizes of jax's kernel (pages of 128 tokens, queries) to search.
+JAX_DECODE = ((8, 8), (16, 8), (8, 16), (16, 32))
+JAX_CHUNK = ((4, 32), (8, 32), (16, 32), (4, 64), (4, 128))
 
 
 def schedule_of(build: Callable[..., tuple], target: str, *args: Any, **kwargs: Any) -> list[Schedule]:
@@ -59,3 +79,120 @@ def describe(schedule: Schedule) -> str:
             f"inner loops), {loop.spills} spills and fills; {use}"
         )
     return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m scripts.tpu_schedule", description=__doc__.split("\n")[0])
+    tpus = [name for name, target in TARGETS.items() if target.device.platform == "tpu"]
+    parser.add_argument("--target", choices=tpus, action="append", help="default: v6e and v7x; may be given twice")
+    parser.add_argument("--only", default="", metavar="TEXT", help="shapes whose name has TEXT in it")
+    parser.add_argument("--no-jax", action="store_true", help="without jax's own kernel, whose search takes minutes")
+    parser.add_argument("--loops", metavar="TEXT", help="every loop of the cases whose name has TEXT in it, instead")
+    args = parser.parse_args(argv)
+    prepare_environment()
+    for name in args.target or ["v6e", "v7x"]:
+        target = TARGETS[name]
+        try:
+            devices_of(target)
+        except TargetUnavailable as error:
+            print(error, file=sys.stderr)
+            return 2
+        if args.loops is not None:
+            print_loops(target, args.loops)
+        else:
+            print_report(target, [shape for shape in SHAPES if args.only in shape], with_jax=not args.no_jax)
+    return 0
+
+
+def print_loops(target: Target, text: str) -> None:
+    from scripts.aot.cases import CASES
+
+    for case in CASES:
+        if case.platform == "tpu" and text in case.name:
+            print(f"\n{target.name}: {case.name}")
+            for schedule in schedule_of(_build_case, target.name, case.build, target.name):
+                if schedule.loops:
+                    print(describe(schedule), flush=True)
+
+
+def _build_case(build: Callable[[Any], Any], target: str) -> tuple:
+    program = build(devices_of(TARGETS[target])[0])
+    return program.fn, program.shapes, program.donate
+
+
+def print_report(target: Target, shapes: list[str], *, with_jax: bool) -> None:
+    device = target.device
+    print(f"\n{target.name} ({device.kinds[0]}, {device.clock_hz / 1e9:.2f} GHz, {device.hbm_bandwidth / 1e12:.2f} TB/s)\n"
+          "bundles: of the loop that computes, without masks; masked: the same at an edge; spills: of vector registers, to\n"
+          "memory and back, in that loop; DMA: the time of the block's bytes at full bandwidth, in bundles; units: slots used")
+    for step in ("decode", "chunk"):
+        unit = "bundles a KV token" if step == "decode" else "bundles a (query, key, head) pair, chunk of 512"
+        print(f"\n  {step}: {unit}")
+        print(f"  {'shape':14} {'kernel':6} {'blocks':46} {'bundles':>8} {'of':>10} {'each':>9} {'masked':>7} "
+              f"{'spills':>7} {'DMA':>6}  {'bound by':18} {' '.join(UNITS)}")
+        for shape in shapes:
+            for kernel, measure in measures(target, shape, step, with_jax=with_jax):
+                print_line(target, shape, kernel, measure, step)
+
+
+def measures(target: Target, name: str, step: str, *, with_jax: bool):
+    """(kernel, Measure or the reason why there is none): ours, then jax's best."""
+    from scripts.aot.cases import DECODE, MIXED, PAGE_SIZE, jax_ragged_paged, ragged_paged
+    from scripts.aot.measures import chunk_measure, decode_measure, jax_measure
+    from scripts.aot.models import ATTENTION
+
+    shape, rows, page_size = ATTENTION[name], DECODE if step == "decode" else MIXED, PAGE_SIZE["tpu"]
+    try:
+        build = _Build(ragged_paged, (shape, rows, "mosaic_tpu"))
+        schedules = schedule_of(_build_case, target.name, build, target.name)
+        if step == "decode":
+            yield "ours", decode_measure(schedules, shape, page_size, rows.num_rows, target.device)
+        else:
+            yield "ours", chunk_measure(schedules, shape, page_size, target.device)
+    except Exception as error:  # a compiler's refusal is a result
+        yield "ours", _reason(error)
+    if not with_jax:
+        return
+    found, reason = [], "no block sizes were tried"
+    for pages, queries in tqdm(JAX_DECODE if step == "decode" else JAX_CHUNK, desc=f"jax {name} {step}", leave=False):
+        try:
+            build = _Build(jax_ragged_paged, (shape, rows, pages, queries))
+            schedules = schedule_of(_build_case, target.name, build, target.name)
+            found.append(jax_measure(schedules, shape, pages, queries, page_size))
+        except Exception as error:
+            reason = _reason(error)
+    cost = (lambda m: m.per_token()) if step == "decode" else (lambda m: m.per_pair())
+    yield "jax", min(found, key=cost) if found else reason
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:150]}"
+
+
+class _Build:
+    """make(*args, device), picklable."""
+
+    def __init__(self, make: Callable, args: tuple):
+        self.make, self.args = make, args
+
+    def __call__(self, device: Any) -> Any:
+        return self.make(*self.args, device)
+
+
+def print_line(target: Target, shape: str, kernel: str, measure: Any, step: str) -> None:
+    if isinstance(measure, str):
+        print(f"  {shape:14} {kernel:6} {measure}", flush=True)
+        return
+    if step == "decode":
+        of, each = f"{measure.tokens:,}", f"{measure.per_token():.2f}"
+    else:
+        of, each = f"{measure.tokens * measure.queries:,}", f"{measure.per_pair():.2e}"
+    masked = "" if measure.edge is None else f"{measure.edge:,}"
+    units = " ".join(f"{measure.use(unit):>{len(unit)}.0%}" for unit in UNITS)
+    dma = target.device.dma_cycles(measure.hbm_bytes)
+    print(f"  {shape:14} {kernel:6} {measure.blocks:46} {measure.bundles:8,} {of:>10} {each:>9} {masked:>7} "
+          f"{measure.spills:7,} {dma:6,.0f}  {measure.bound(target.device):18} {units}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
