@@ -36,7 +36,7 @@ FAST = {
     "soft cap, sinks": Case(rows=((1, 30), (9, 40)), page_size=16, options={"soft_cap": 2.0, "sinks": SINKS}),
     "bias": Case(rows=((1, 1), (1, 130), (9, 140)), page_size=16, bias=True),
     "trees of two words": Case(rows=((1, 30), (40, 90), (3, 9)), page_size=16, tree_words=2),
-    "int8": Case(rows=((1, 40), (9, 40)), page_size=32, kv_dtype="int8"),
+    "int8": Case(rows=((1, 40), (9, 40)), page_size=128, kv_dtype="int8"),
 }  # fmt: skip
 
 CASES = {
@@ -72,11 +72,11 @@ CASES = {
     "trees of two words beside a long chunk": Case(rows=((40, 90), (3, 9), (90, 100)), tree_words=2, page_size=16),
     "tree in a window": Case(rows=((9, 140), (30, 31)), tree_words=1, page_size=16, options={"window": 20}),
     "tree with bias": Case(rows=((9, 140), (30, 31)), tree_words=1, page_size=16, bias=True),
-    "int8, head 128": Case(rows=((1, 30), (9, 40), (20, 20)), kv_dtype="int8", page_size=32, head_dim=128),
+    "int8, head 128": Case(rows=((1, 30), (9, 40), (20, 20)), kv_dtype="int8", page_size=128, head_dim=128),
     "int8, bias, page 128": Case(rows=((1, 30), (9, 240)), kv_dtype="int8", bias=True, page_size=128),
-    "int8, soft cap, window, sinks": Case(rows=((1, 30), (9, 240)), kv_dtype="int8", page_size=32,
+    "int8, soft cap, window, sinks": Case(rows=((1, 30), (9, 240)), kv_dtype="int8", page_size=128,
                                           options={"soft_cap": 2.0, "window": 50, "sinks": SINKS}),
-    "fp8": Case(rows=((1, 30), (9, 40), (20, 20)), kv_dtype="float8_e4m3fn", page_size=32),
+    "fp8": Case(rows=((1, 30), (9, 40), (20, 20)), kv_dtype="float8_e4m3fn", page_size=128),
 }  # fmt: skip
 
 
@@ -126,7 +126,7 @@ SPEC = dict(num_heads=8, num_kv_heads=2, head_dim=128, page_size=128, dtype=jnp.
 @pytest.mark.parametrize("change, missing", [
     ({}, None),
     ({"page_size": 8}, "page_size=8 with bfloat16 pages; it takes powers of two from 16 .* such as 16"),
-    ({"page_size": 16, "kv_dtype": jnp.dtype("int8")}, "page_size=16 with int8 pages; .* from 32 .* such as 32"),
+    ({"page_size": 16, "kv_dtype": jnp.dtype("int8")}, "page_size=16 with int8 pages; .* from 128 .* such as 128"),
     ({"page_size": 48}, "such as 64"),
     ({"head_dim": 512}, "head_dim=512; it takes up to 256"),
     ({"dtype": jnp.dtype("float16")}, "queries of float16"),

@@ -24,7 +24,7 @@ class Softmax(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """refs.values: [slots, pages, X, K, B, R]; refs.scales: [slots, pages, 2, K, B]; refs.bias: [slots, pages, K, B]."""
+    """refs.values [slots, pages, X, K, B, R], refs.scales [slots, pages, 2, K, B], refs.bias [slots, pages, K, B]."""
 
     refs: Any
     problem: Problem

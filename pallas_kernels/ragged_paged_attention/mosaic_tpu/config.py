@@ -105,9 +105,9 @@ def _check(blocks) -> None:
         if isinstance(value, int) and value < 1:
             raise ValueError(f"{field.name}={value} must be positive")
     if blocks.fetch_pages % blocks.compute_pages:
-        raise ValueError(f"fetch_pages={blocks.fetch_pages} must be a multiple of compute_pages={blocks.compute_pages}")
+        raise ValueError(f"{blocks.fetch_pages=} must be a multiple of {blocks.compute_pages=}")
     if blocks.compute_tokens % LANES:
-        raise ValueError(f"compute_pages={blocks.compute_pages} of {blocks.page_size} tokens must fill whole lanes of {LANES}")
+        raise ValueError(f"{blocks.compute_pages=} of {blocks.page_size} tokens must fill whole lanes of {LANES}")
 
 
 def aligned_tokens(group: int) -> int:
@@ -150,6 +150,8 @@ def mixed_blocks(problem: Problem) -> MixedBlocks:
     segment = min(problem.page_size, 128)
     while segment > problem.tile and segment * new_bytes > MiB:
         segment //= 2
+    if problem.quantized:  # scales are written by the page
+        segment = problem.page_size
     return MixedBlocks(
         slots=2, fetch_pages=_fetch_pages(problem, tokens), compute_pages=tokens // problem.page_size, heads=heads,
         split_rows=512 if heads > 1 else 256, query_rows=(least, most) if least < most else (most,),
@@ -164,7 +166,8 @@ def small(blocks, problem: Problem):
     blocks = replace(blocks, compute_pages=compute, fetch_pages=2 * compute)
     if isinstance(blocks, MixedBlocks):
         step = aligned_tokens(problem.group) * problem.group
-        blocks = replace(blocks, query_rows=(step, 2 * step), split_rows=16, segment_tokens=min(problem.page_size, 32))
+        segment = problem.page_size if problem.quantized else min(problem.page_size, 32)
+        blocks = replace(blocks, query_rows=(step, 2 * step), split_rows=16, segment_tokens=segment)
     return blocks
 
 

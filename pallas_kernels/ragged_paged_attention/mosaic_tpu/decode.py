@@ -24,8 +24,10 @@ _ROW, _BLOCK, _FETCHED, _USED = range(4)
 def decode_kernel(refs: Any, *, problem: Problem, blocks: DecodeBlocks):
     """Prefetched scalars: layer [1], page_table [S * M], kv_lens [S], distribution [3].
 
-    Inputs: q [rows, K, D, R], new [rows, X * K, R] f32, sinks [K, D, 128]. Output: out [rows, K, D, R]; kv in place.
-    Scratch: the ring of pages; stage [2, X, K, tile, R]; maximum, total [K, D, 128] and output [K, D, R] f32.
+    Inputs: q [rows, K, D, R], new [rows, X * K (+ 1 for scales), R] f32, sinks [K, D, 128].
+    Outputs: out [rows, K, D, R]; kv and its scales in place.
+    Scratch: the ring of pages; stage [2, X, K, tile, R], stage_scales [2, 2, K, B]; maximum, total [K, D, 128] and
+    output [K, D, R] f32.
     """
     num_rows = refs.distribution[0]
     first_row = pl.program_id(0) * blocks.rows
@@ -72,7 +74,7 @@ def decode_kernel(refs: Any, *, problem: Problem, blocks: DecodeBlocks):
 
             @pl.when(num_rows >= last)
             def _(last=last):
-                _write_copy(refs, problem, num_rows - last).wait()
+                _write_copies(refs, problem, num_rows - last, "wait")
 
 
 def _span(refs, problem: Problem, blocks: DecodeBlocks, row):
@@ -111,15 +113,17 @@ def _start(refs, problem: Problem):
     refs.output[...] = jnp.zeros_like(refs.output)
 
 
-def _write_copy(refs, problem: Problem, row):
+def _write_copies(refs, problem: Problem, row, action: str):
     position = refs.kv_lens[row] - 1
     page = refs.page_table[row * refs.max_pages + position // problem.page_size]
     offset = position % problem.page_size // problem.tile * problem.tile
     rows = pl.ds(pl.multiple_of(offset, problem.tile), problem.tile)
     half = row % 2
-    return pltpu.make_async_copy(
-        refs.stage.at[half], refs.kv.at[refs.layer[0], page, :, :, rows, :], refs.written.at[half]
-    )
+    pairs = [(refs.stage.at[half], refs.kv.at[refs.layer[0], page, :, :, rows, :])]
+    if problem.quantized:
+        pairs.append((refs.stage_scales.at[half], refs.scales_hbm.at[refs.layer[0], page]))
+    for source, target in pairs:
+        getattr(pltpu.make_async_copy(source, target, refs.written.at[half]), action)()
 
 
 def _write_new(refs, problem: Problem, blocks: DecodeBlocks, i, row, slot, kv_len, base):
@@ -132,7 +136,7 @@ def _write_new(refs, problem: Problem, blocks: DecodeBlocks, i, row, slot, kv_le
 
     @pl.when(row >= 2)
     def _():
-        _write_copy(refs, problem, row - 2).wait()
+        _write_copies(refs, problem, row - 2, "wait")
 
     new = refs.new[i]  # [X * K, R]
     for plane in range(problem.planes):
@@ -143,9 +147,24 @@ def _write_new(refs, problem: Problem, blocks: DecodeBlocks, i, row, slot, kv_le
             refs.stage[row % 2, plane, head] = merged.astype(problem.kv_dtype)
             kept = jnp.where(index <= at, merged, 0.0)
             refs.values[slot, page, plane, head, rows] = kept.astype(problem.kv_dtype)
-    _write_copy(refs, problem, row).start()
+    if problem.quantized:
+        _merge_scales(refs, problem, new, row, slot, page, position % problem.page_size)
+    _write_copies(refs, problem, row, "start")
     length = kv_len - base
-    clear_values(refs, problem, slot, cdiv(length, tile) * tile, cdiv(length, blocks.compute_tokens) * blocks.compute_tokens)
+    end = cdiv(length, blocks.compute_tokens) * blocks.compute_tokens
+    clear_values(refs, problem, slot, cdiv(length, tile) * tile, end)
+
+
+def _merge_scales(refs, problem: Problem, new, row, slot, page, at):
+    """The new token's scales, lanes 0 .. 2K - 1 of the row after its values, in VMEM and to be written."""
+    heads, size = problem.num_kv_heads, problem.page_size
+    lanes = jnp.broadcast_to(new[-1:, :LANES], (LANES, LANES)).T[:, :1]  # [128, 1]
+    here = lane_index((heads, size)) == at
+    for k_or_v in range(2):
+        kept = refs.scales[slot, page, k_or_v]
+        merged = jnp.where(here, lanes[k_or_v * heads : (k_or_v + 1) * heads], kept)
+        refs.scales[slot, page, k_or_v] = merged
+        refs.stage_scales[row % 2, k_or_v] = merged
 
 
 def _attend(refs, problem: Problem, blocks: DecodeBlocks, i, slot, kv_len, base):

@@ -24,13 +24,15 @@ _ROW, _QUERIES, _BLOCK, _FETCHED, _USED, _QUERIES_FETCHED, _QUERIES_USED, _LEAVI
 
 
 def mixed_kernel(refs: Any, *, problem: Problem, blocks: MixedBlocks):
-    """Prefetched scalars: layer [1], page_table [S * M], kv_lens [S], cu_q_lens [S + 1], starts [S + 1] (where a row's
-    tokens are in `q`), distribution [3].
+    """Prefetched scalars: layer [1], page_table [S * M], kv_lens [S], distribution [3], cu_q_lens [S + 1], and starts
+    [S + 1], where a row's tokens are in `q`.
 
-    Inputs in HBM: q [K, tokens * G, R], new [X * K, tokens, R] f32, words [tokens * G, 128]. Output: out as q; kv in
-    place. Inputs in VMEM: sinks [K, D, 128], token [D, 128] (which token of a block a row belongs to).
-    Scratch: the rings of pages, queries [slots, K, D, R], words, segments [slots, X, K, tokens, R] and
-    incoming [slots, X * K, tokens + 8, R] f32; the softmax [K, D, ...]; leaving [K, D, R].
+    Inputs in HBM: q [K, tokens * G, R], new [X * K * R / 128 (+ scales), tokens, 128] f32, words [tokens * G, 128].
+    Inputs in VMEM: sinks [K, D, 128], token [D, 128], which token of a query block a row belongs to.
+    Outputs in HBM: out as q; kv and its scales in place.
+    Scratch: the ring of pages; queries [slots, K, D, R] and words_in [slots, D, 128]; maximum, total [K, D, 128] and
+    output [K, D, R] f32; leaving [K, D, R]; segments [slots, X, K, tokens, R], segment_scales [slots, 2, K, B] and
+    incoming [slots, planes as new, tokens + 8, 128] f32.
     """
     _write_rows(refs, problem, blocks)
     for field in range(8):
@@ -76,8 +78,8 @@ def mixed_kernel(refs: Any, *, problem: Problem, blocks: MixedBlocks):
 
 
 def _each(copies, action: str):
-    for copy in copies:
-        getattr(copy, action)()
+    for make in copies:
+        getattr(make(), action)()
 
 
 def _num_tokens(refs, row):
@@ -133,9 +135,10 @@ def _for_size(blocks: MixedBlocks, span: _Span, body):
 def _query_copies(refs, problem: Problem, blocks: MixedBlocks, span: _Span, slot, size: int):
     rows = pl.ds(span.query_row, size)
     arrived = refs.arrived.at[slot]
-    yield pltpu.make_async_copy(refs.q.at[:, rows, :], refs.queries.at[slot, :, pl.ds(0, size), :], arrived)
+    copy = partial(partial, pltpu.make_async_copy)
+    yield copy(refs.q.at[:, rows, :], refs.queries.at[slot, :, pl.ds(0, size), :], arrived)
     if problem.tree_words:
-        yield pltpu.make_async_copy(refs.words.at[rows, :], refs.words_in.at[slot, pl.ds(0, size), :], arrived)
+        yield copy(refs.words.at[rows, :], refs.words_in.at[slot, pl.ds(0, size), :], arrived)
 
 
 def _fetch_next(refs, problem: Problem, blocks: MixedBlocks):
@@ -288,7 +291,7 @@ def _write_rows(refs, problem: Problem, blocks: MixedBlocks):
         return (refs.kv_lens[row] - _num_tokens(refs, row)) // size
 
     def copies(row, segment, slot):
-        """To read the old, to read the new, and to write."""
+        """To read the old and the new, and to write: functions that make the copies."""
         position = segment * size
         page = refs.page_table[row * refs.max_pages + position // problem.page_size]
         rows = pl.ds(pl.multiple_of(position % problem.page_size, problem.tile), size)
@@ -296,11 +299,14 @@ def _write_rows(refs, problem: Problem, blocks: MixedBlocks):
         source, _ = _source(refs, blocks, row, segment)
         incoming = refs.new.at[:, pl.ds(source, size + 8), :]
         read, written = refs.segment_read.at[slot], refs.segment_written.at[slot]
-        return (
-            partial(pltpu.make_async_copy, in_page, refs.segments.at[slot], read),
-            partial(pltpu.make_async_copy, incoming, refs.incoming.at[slot], read),
-            partial(pltpu.make_async_copy, refs.segments.at[slot], in_page, written),
-        )
+        copy = partial(partial, pltpu.make_async_copy)
+        reads = [copy(in_page, refs.segments.at[slot], read), copy(incoming, refs.incoming.at[slot], read)]
+        writes = [copy(refs.segments.at[slot], in_page, written)]
+        if problem.quantized:  # a segment is a page then
+            of_page = refs.scales_hbm.at[refs.layer[0], page]
+            reads.append(copy(of_page, refs.segment_scales.at[slot], read))
+            writes.append(copy(refs.segment_scales.at[slot], of_page, written))
+        return reads, writes
 
     def advance(row, segment):
         last = (segment + 1) * size >= refs.kv_lens[row]
@@ -310,14 +316,13 @@ def _write_rows(refs, problem: Problem, blocks: MixedBlocks):
     def read(n, row, segment):
         """Starts reading segment number n, once the slot's last write is over."""
         slot = n % blocks.segment_slots
-        old, new, _ = copies(row, segment, slot)
+        reads, writes = copies(row, segment, slot)
 
         @pl.when(n >= blocks.segment_slots)
         def _():
-            copies(row, segment, slot)[2]().wait()
+            _each(writes, "wait")
 
-        old().start()
-        new().start()
+        _each(reads, "start")
 
     def maybe_read(n, row, segment):
         def go():
@@ -328,9 +333,8 @@ def _write_rows(refs, problem: Problem, blocks: MixedBlocks):
 
     def merge(n, row, segment):
         slot = n % blocks.segment_slots
-        old, new, write = copies(row, segment, slot)
-        old().wait()
-        new().wait()
+        reads, writes = copies(row, segment, slot)
+        _each(reads, "wait")
         _, skew = _source(refs, blocks, row, segment)
         position = segment * size + row_index((size, 1))
         kv_len = refs.kv_lens[row]
@@ -339,11 +343,13 @@ def _write_rows(refs, problem: Problem, blocks: MixedBlocks):
 
             def one(head, _, plane=plane):
                 kept = refs.segments[slot, plane, head].astype(jnp.float32)
-                values = refs.incoming[slot, plane * problem.num_kv_heads + head, pl.ds(skew, size)]
+                values = _shifted(refs, problem, slot, plane * problem.num_kv_heads + head, skew, size)
                 refs.segments[slot, plane, head] = jnp.where(fresh, values, kept).astype(problem.kv_dtype)
 
             lax.fori_loop(0, problem.num_kv_heads, one, None)
-        write().start()
+        if problem.quantized:
+            _merge_scales(refs, problem, slot, skew, segment * size, kv_len - _num_tokens(refs, row), kv_len)
+        _each(writes, "start")
 
     row = _next_row(refs, refs.distribution[0])
     ahead = (jnp.int32(0), row, first_segment(row))
@@ -360,11 +366,29 @@ def _write_rows(refs, problem: Problem, blocks: MixedBlocks):
 
     # The last writes of each slot are still on their way.
     def drain(slot, _):
-        pltpu.make_async_copy(
-            refs.segments.at[slot], refs.kv.at[0, 0, :, :, pl.ds(0, size), :], refs.segment_written.at[slot]
-        ).wait()
+        _each(copies(0, 0, slot)[1], "wait")
 
     lax.fori_loop(0, jnp.minimum(total, blocks.segment_slots), drain, None)
+
+
+def _merge_scales(refs, problem: Problem, slot, skew, start, first, end):
+    """The scales of tokens first .. end - 1 in a page of tokens from `start` on. They come as lanes 0 .. 2K - 1 of the
+    plane after the values."""
+    heads, size = problem.num_kv_heads, problem.page_size
+    new = refs.incoming[slot, problem.planes * heads * (problem.row_lanes // LANES), pl.ds(skew, size)].T  # [128, B]
+    position = start + lane_index((heads, size))
+    fresh = (position >= first) & (position < end)
+    for k_or_v in range(2):
+        kept = refs.segment_scales[slot, k_or_v]
+        refs.segment_scales[slot, k_or_v] = jnp.where(fresh, new[k_or_v * heads : (k_or_v + 1) * heads], kept)
+
+
+def _shifted(refs, problem: Problem, slot, plane, skew, size: int):
+    """Rows skew .. skew + size - 1 of a plane [tokens, R]. `incoming` has a plane for each lane tile: only so do its
+    rows lie one after the other, and a load may cut through tiles."""
+    tiles = problem.row_lanes // LANES
+    parts = [refs.incoming[slot, plane * tiles + i, pl.ds(skew, size)] for i in range(tiles)]
+    return parts[0] if tiles == 1 else jnp.concatenate(parts, axis=1)
 
 
 def _source(refs, blocks: MixedBlocks, row, segment):

@@ -19,7 +19,7 @@ LOWEST = -1e29  # no maximum is lower: exp2(MASKED - LOWEST) is 0, also where no
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """tree_words: 32-bit words of a tree mask, 0 without. quantized: pages have scales. compute_dtype: of the queries."""
+    """tree_words: 32-bit words of a tree mask, 0 without. quantized: pages have scales. compute_dtype: of queries."""
 
     num_kv_heads: int
     group: int

@@ -38,10 +38,11 @@ def unsupported(spec: AttentionSpec, device_kind: str | None) -> str | None:
         return f"queries of {jnp.dtype(spec.dtype).name}; it takes float32 and bfloat16"
     if jnp.dtype(spec.kv_dtype).name not in ("float32", "bfloat16", "int8", "float8_e4m3fn"):
         return f"pages of {jnp.dtype(spec.kv_dtype).name}; it takes float32, bfloat16, int8 and float8_e4m3fn"
-    page = spec.page_size
-    if page & (page - 1) or not tile <= page <= 512:
-        return (f"page_size={page} with {jnp.dtype(spec.kv_dtype).name} pages; it takes powers of two from {tile} "
-                f"(rows of a memory tile) to 512, such as {_nearest_page(page, tile)}")  # fmt: skip
+    page, least = spec.page_size, LANES if size == 1 else tile
+    if page & (page - 1) or not least <= page <= 512:
+        why = "a page's scales fill whole lanes" if size == 1 else "rows of a memory tile"
+        return (f"page_size={page} with {jnp.dtype(spec.kv_dtype).name} pages; it takes powers of two from {least} "
+                f"({why}) to 512, such as {_nearest_page(page, least)}")  # fmt: skip
     if group > 32:
         return f"num_heads / num_kv_heads = {group}; it takes up to 32"
     if spec.head_dim > 256:
@@ -60,8 +61,8 @@ def unsupported(spec: AttentionSpec, device_kind: str | None) -> str | None:
     return None
 
 
-def _nearest_page(page: int, tile: int) -> int:
-    return min(max(1 << (page - 1).bit_length() if page > 1 else 1, tile), 512)
+def _nearest_page(page: int, least: int) -> int:
+    return min(max(1 << (page - 1).bit_length() if page > 1 else 1, least), 512)
 
 
 def layout(**fields) -> KVLayout:
@@ -101,31 +102,31 @@ def ragged_paged_attention(
     )  # fmt: skip
     num_rows = kv_lens.shape[0]
     has_chunks = num_tokens > num_rows
-    rows = _Rows.of(cu_q_lens, kv_lens, distribution, num_tokens, problem.group) if has_chunks or scales is not None else None
+    rows = _Rows.of(cu_q_lens, distribution, num_tokens, problem.group) if has_chunks else None
     with jax.named_scope("ragged_paged_attention"):
         new = jnp.stack([k, v], axis=1)  # [T, 2, K, H]
         if scales is not None:
             new, new_scales = quantize_rows(new, values.dtype)
-            page, slot = rows.slots(page_table, problem.page_size)
-            # An index for every axis: with slices between, XLA lays all scales out anew to write a few (16x the memory).
-            plane, head = np.arange(2)[:, None], np.arange(problem.num_kv_heads)
-            at = scales.at[layer, page[:, None, None], plane, head, slot[:, None, None]]
-            scales = at.set(new_scales, mode="promise_in_bounds")
+            new_scales = new_scales.reshape(num_tokens, 1, -1)  # [T, 1, 2K], beside the values
+            new_scales = jnp.pad(new_scales, ((0, 0), (0, 0), (0, problem.row_lanes - new_scales.shape[2])))
         new = _to_rows(new, problem)
+        if scales is not None:
+            new = jnp.concatenate([new, new_scales], axis=1)
         queries = (q.astype(jnp.float32) * problem.query_factor).astype(q.dtype)
         queries = queries.reshape(num_tokens, problem.num_kv_heads, problem.group, head_dim)
         queries = jnp.pad(queries, ((0, 0),) * 3 + ((0, problem.row_lanes - head_dim),))
         scalars = [jnp.asarray(layer, jnp.int32).reshape(1), page_table.reshape(-1), kv_lens, distribution]
         extras = _Extras(scales, kv_bias, sinks, page_table.shape[1], interpret)
 
-        out, values = _decode(queries[:num_rows], new[:num_rows], values, scalars, extras, problem)
+        out, values, extras.scales = _decode(queries[:num_rows], new[:num_rows], values, scalars, extras, problem)
         if has_chunks:
-            mixed, values = _mixed(queries, new, values, scalars, rows, tree_mask, cu_q_lens, extras, problem)
+            scalars += [cu_q_lens, rows.starts]
+            mixed, values, extras.scales = _mixed(queries, new, values, scalars, rows, tree_mask, extras, problem)
             decoded = (jnp.arange(num_rows) < distribution[0])[:, None, None, None]
             out = mixed.at[:num_rows].set(jnp.where(decoded, out, mixed[:num_rows]))
         first = _HALF if problem.planes == 1 else 0  # V's half of a row
         out = out[..., first : first + head_dim].reshape(q.shape)
-    return out, values if scales is None else QuantizedPages(values, scales)
+    return out, values if scales is None else QuantizedPages(values, extras.scales)
 
 
 def _to_rows(new, problem: Problem):
@@ -149,9 +150,10 @@ class _Extras(SimpleNamespace):
         """(name, array) in HBM, and (name, scratch) for them."""
         heads, size = problem.num_kv_heads, problem.page_size
         ring = (blocks.slots, blocks.fetch_pages)
-        inputs, scratch = [], [("values", pltpu.VMEM((*ring, problem.planes, heads, size, problem.row_lanes), problem.kv_dtype))]
+        page = (problem.planes, heads, size, problem.row_lanes)
+        inputs, scratch = [], [("values", pltpu.VMEM((*ring, *page), problem.kv_dtype))]
         if problem.quantized:
-            inputs.append(("scales_hbm", self.scales))
+            inputs.append(("scales_in", self.scales))
             scratch.append(("scales", pltpu.VMEM((*ring, 2, heads, size), jnp.float32)))
         if problem.biased:
             inputs.append(("bias_hbm", self.bias))
@@ -169,8 +171,8 @@ class _Rows(SimpleNamespace):
     """The step's rows beside those of one token, and where the mixed kernel's queries are."""
 
     @staticmethod
-    def of(cu_q_lens, kv_lens, distribution, num_tokens: int, group: int) -> "_Rows":
-        num_rows = kv_lens.shape[0]
+    def of(cu_q_lens, distribution, num_tokens: int, group: int) -> "_Rows":
+        num_rows = cu_q_lens.shape[0] - 1
         step = config.aligned_tokens(group)
         index = jnp.arange(num_rows)
         lengths = cu_q_lens[1:] - cu_q_lens[:-1]
@@ -178,33 +180,24 @@ class _Rows(SimpleNamespace):
         taken = jnp.where(long, (lengths + step - 1) // step * step, 0)
         starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(taken).astype(jnp.int32)])
         return _Rows(
-            cu_q_lens=cu_q_lens, kv_lens=kv_lens, num_used=distribution[2], starts=starts, num_tokens=num_tokens,
+            cu_q_lens=cu_q_lens, starts=starts, num_tokens=num_tokens, num_rows=num_rows,
             num_aligned=cdiv(num_tokens + min(num_rows, num_tokens // 2) * (step - 1), step) * step,
         )  # fmt: skip
 
     def _row_of(self, ends, index):
-        row = jnp.searchsorted(ends, index, side="right", method="compare_all")
-        return row, jnp.minimum(row, self.kv_lens.shape[0] - 1)
+        return jnp.minimum(jnp.searchsorted(ends, index, side="right", method="compare_all"), self.num_rows - 1)
 
     def sources(self):
         """Aligned place -> token."""
         place = jnp.arange(self.num_aligned)
-        _, row = self._row_of(self.starts[1:], place)
+        row = self._row_of(self.starts[1:], place)
         return jnp.clip(self.cu_q_lens[row] + place - self.starts[row], 0, self.num_tokens - 1)
 
     def places(self):
         """Token -> aligned place; anything for tokens of no long row."""
         token = jnp.arange(self.num_tokens)
-        _, row = self._row_of(self.cu_q_lens[1:], token)
+        row = self._row_of(self.cu_q_lens[1:], token)
         return jnp.clip(self.starts[row] + token - self.cu_q_lens[row], 0, self.num_aligned - 1)
-
-    def slots(self, page_table, page_size: int):
-        """Token -> page and slot in it; page 0 for tokens of no row."""
-        token = jnp.arange(self.num_tokens)
-        row, clipped = self._row_of(self.cu_q_lens[1:], token)
-        real = row < self.num_used
-        index = jnp.where(real, self.kv_lens[clipped] - self.cu_q_lens[clipped + 1] + token, 0)
-        return jnp.where(real, page_table[clipped, index // page_size], 0), index % page_size
 
 
 def _decode(queries, new, values, scalars, extras: _Extras, problem: Problem):
@@ -219,16 +212,19 @@ def _decode(queries, new, values, scalars, extras: _Extras, problem: Problem):
     paged, ring = extras.paged(problem, blocks)
     inputs = [
         ("q", queries, by_rows((heads, size, lanes))), ("new", new, by_rows(new.shape[1:])),
-        *((name, array, pl.BlockSpec(memory_space=pl.ANY)) for name, array in [*paged, ("kv_in", values)]),
+        *((name, array, pl.BlockSpec(memory_space=pl.ANY)) for name, array in [("kv_in", values), *paged]),
     ]  # fmt: skip
     if problem.sinks:
-        inputs.insert(2, ("sinks", extras.sink_rows(problem, size), pl.BlockSpec((heads, size, LANES), lambda *_: (0, 0, 0))))
+        whole = pl.BlockSpec((heads, size, LANES), lambda *_: (0, 0, 0))
+        inputs.insert(2, ("sinks", extras.sink_rows(problem, size), whole))
     scratch = [
         *ring, ("stage", pltpu.VMEM((2, problem.planes, heads, problem.tile, lanes), problem.kv_dtype)),
         *_softmax_scratch(heads, size, lanes),
         ("fetched", pltpu.SemaphoreType.DMA((blocks.slots,))), ("written", pltpu.SemaphoreType.DMA((2,))),
         ("cursor", pltpu.SMEM((4,), jnp.int32)),
     ]  # fmt: skip
+    if problem.quantized:
+        scratch.append(("stage_scales", pltpu.VMEM((2, 2, heads, problem.page_size), jnp.float32)))
     return _call(
         partial(decode_kernel, problem=problem, blocks=blocks), "ragged_paged_attention_decode",
         list(zip(("layer", "page_table", "kv_lens", "distribution"), scalars, strict=True)), inputs,
@@ -238,7 +234,7 @@ def _decode(queries, new, values, scalars, extras: _Extras, problem: Problem):
     )  # fmt: skip
 
 
-def _mixed(queries, new, values, scalars, rows: _Rows, tree_mask, cu_q_lens, extras: _Extras, problem: Problem):
+def _mixed(queries, new, values, scalars, rows: _Rows, tree_mask, extras: _Extras, problem: Problem):
     blocks = _fit(config.mixed_blocks(problem), problem, extras.interpret)
     heads, lanes, group, most = problem.num_kv_heads, problem.row_lanes, problem.group, blocks.query_rows[-1]
     source = rows.sources()
@@ -249,8 +245,8 @@ def _mixed(queries, new, values, scalars, rows: _Rows, tree_mask, cu_q_lens, ext
 
     aligned = align(queries).transpose(1, 0, 2, 3).reshape(heads, -1, lanes)
     size = blocks.segment_tokens
-    new = jnp.pad(new, ((size, cdiv(size + 8, 8) * 8 + 8), (0, 0), (0, 0))).transpose(1, 0, 2)  # [X * K, tokens, R]
-    new = jnp.pad(new, ((0, 0), (0, -new.shape[1] % 8), (0, 0)))
+    new = new.reshape(new.shape[0], -1, LANES)
+    new = jnp.pad(new, ((size, size + 16 + -new.shape[0] % 8), (0, 0), (0, 0))).transpose(1, 0, 2)
     token = np.broadcast_to((np.arange(most) // group)[:, None], (most, LANES)).astype(np.int32)
 
     in_hbm, in_vmem = pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pltpu.VMEM)
@@ -262,25 +258,26 @@ def _mixed(queries, new, values, scalars, rows: _Rows, tree_mask, cu_q_lens, ext
         words = jnp.repeat(align(jax.lax.bitcast_convert_type(tree_mask, jnp.int32)), group, axis=0)
         inputs.append(("words", jnp.pad(words, ((0, 0), (0, LANES - words.shape[1]))), in_hbm))
         ring = [*ring, ("words_in", pltpu.VMEM((blocks.slots, most, LANES), jnp.int32))]
-    inputs += [(name, array, in_hbm) for name, array in [*paged, ("kv_in", values)]]
-    planes = problem.planes
+    inputs += [(name, array, in_hbm) for name, array in [("kv_in", values), *paged]]
     scratch = [
         *ring, ("queries", pltpu.VMEM((blocks.slots, heads, most, lanes), queries.dtype)),
-        ("segments", pltpu.VMEM((blocks.segment_slots, planes, heads, size, lanes), problem.kv_dtype)),
-        ("incoming", pltpu.VMEM((blocks.segment_slots, planes * heads, size + 8, lanes), jnp.float32)),
+        ("segments", pltpu.VMEM((blocks.segment_slots, problem.planes, heads, size, lanes), problem.kv_dtype)),
+        ("incoming", pltpu.VMEM((blocks.segment_slots, new.shape[0], size + 8, LANES), jnp.float32)),
         *_softmax_scratch(heads, most, lanes), ("leaving", pltpu.VMEM((heads, most, lanes), queries.dtype)),
         ("fetched", pltpu.SemaphoreType.DMA((blocks.slots,))), ("arrived", pltpu.SemaphoreType.DMA((blocks.slots,))),
         ("segment_read", pltpu.SemaphoreType.DMA((blocks.segment_slots,))),
         ("segment_written", pltpu.SemaphoreType.DMA((blocks.segment_slots,))), ("left", pltpu.SemaphoreType.DMA(())),
         ("cursor", pltpu.SMEM((8,), jnp.int32)),
     ]  # fmt: skip
+    if problem.quantized:
+        scratch.append(("segment_scales", pltpu.VMEM((blocks.segment_slots, 2, heads, size), jnp.float32)))
     names = ("layer", "page_table", "kv_lens", "distribution", "cu_q_lens", "starts")
     place = rows.places()
     return _call(
         partial(mixed_kernel, problem=problem, blocks=blocks), "ragged_paged_attention_mixed",
-        list(zip(names, [*scalars, cu_q_lens, rows.starts], strict=True)), inputs,
+        list(zip(names, scalars, strict=True)), inputs,
         ("out", jax.ShapeDtypeStruct(aligned.shape, queries.dtype), in_hbm), scratch, (1,),
-        queries.shape[0], rows.kv_lens.shape[0], blocks, extras, problem,
+        queries.shape[0], rows.num_rows, blocks, extras, problem,
         lambda out: out.reshape(heads, -1, group, lanes).transpose(1, 0, 2, 3)[place],
     )  # fmt: skip
 
@@ -294,13 +291,15 @@ def _softmax_scratch(heads: int, rows: int, lanes: int):
 
 
 def _call(kernel, name, scalars, inputs, out, scratch, grid, num_queries, num_rows, blocks, extras, problem, finish):
-    """One pallas_call whose refs reach the kernel by name. The pages are the last input and the second output."""
-    names = [*(n for n, *_ in scalars), *(n for n, *_ in inputs), "out", "kv", *(n for n, _ in scratch)]
+    """One pallas_call whose refs reach the kernel by name. Pages and their scales are updated in place."""
+    in_place = {"kv_in": "kv", "scales_in": "scales_hbm"}
+    aliased = [i for i, (n, *_) in enumerate(inputs) if n in in_place]
+    names = [*(n for n, *_ in scalars), *(n for n, *_ in inputs), "out", *(in_place[inputs[i][0]] for i in aliased),
+             *(n for n, _ in scratch)]  # fmt: skip
 
     def body(*refs):
         kernel(SimpleNamespace(max_pages=extras.max_pages, **dict(zip(names, refs, strict=True))))
 
-    values = inputs[-1][1]
     params = {}
     if not extras.interpret:
         capacity = pltpu.get_tpu_info()
@@ -320,16 +319,17 @@ def _call(kernel, name, scalars, inputs, out, scratch, grid, num_queries, num_ro
         bytes_accessed=int(num_rows * keys * problem.token_bytes),
         transcendentals=int(num_queries * problem.num_kv_heads * problem.group * keys),
     )
-    result, values = pl.pallas_call(
-        body, out_shape=[out[1], jax.ShapeDtypeStruct(values.shape, values.dtype)],
+    result, values, *scales = pl.pallas_call(
+        body, out_shape=[out[1], *(jax.ShapeDtypeStruct(inputs[i][1].shape, inputs[i][1].dtype) for i in aliased)],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars), grid=grid, in_specs=[spec for *_, spec in inputs],
-            out_specs=[out[2], pl.BlockSpec(memory_space=pl.ANY)], scratch_shapes=[shape for _, shape in scratch],
+            out_specs=[out[2], *(pl.BlockSpec(memory_space=pl.ANY) for _ in aliased)],
+            scratch_shapes=[shape for _, shape in scratch],
         ),
-        input_output_aliases={len(scalars) + len(inputs) - 1: 1}, cost_estimate=cost, name=name,
+        input_output_aliases={len(scalars) + i: n + 1 for n, i in enumerate(aliased)}, cost_estimate=cost, name=name,
         interpret=tpu_params() if extras.interpret else False, **params,
     )(*(array for _, array in scalars), *(array for _, array, _ in inputs))  # fmt: skip
-    return finish(result), values
+    return finish(result), values, scales[0] if scales else None
 
 
 def _fit(blocks, problem: Problem, interpret: bool):
