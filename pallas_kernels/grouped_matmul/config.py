@@ -16,7 +16,7 @@ SUBLANES = 16  # rows of a TPU tile of 16-bit numbers: pieces of rows start at m
 COMPUTE_WARPGROUPS = 2  # on a GPU; one more moves data
 BLOCK_D = 64  # 128 bytes of bf16: the widest swizzle of shared memory
 
-_STEP_SECONDS = 0.35e-6  # what a step of a TPU grid costs besides its work
+_STEP_SECONDS = 0.7e-6  # what a step of a TPU grid costs besides its work: 0.35 us is often measured, twice for margin
 _GPU_ITEM_CYCLES = 1500  # to fill the accumulators' pipeline and to store, per work item
 
 
@@ -107,22 +107,31 @@ def tpu_estimate(blocks: TpuBlocks, problem: Problem, device: Device) -> Estimat
     cycles += visits * column_blocks * _STEP_SECONDS * device.clock_hz
     buffers = tile * problem.depth * row + problem.depth * block * weight + tile * block * out
     buffers += round_up(groups, 8) * block * 4
-    accumulator = tile * blocks.step_f * 4
-    converted = problem.depth * blocks.step_f * row if problem.group else 0
+    chunk = depth_chunk(problem.depth, problem.group or problem.depth)
+    # Beside the buffers: sums, and what the compiler keeps of a product's operands while it runs.
+    beside = 2 * tile * blocks.step_f * 4 + tile * chunk * row + (chunk * blocks.step_f * row if problem.group else 0)
     return Estimate(
         hbm_bytes=problem.active * problem.weight_bytes + problem.rows * problem.columns * out
         + problem.rows * problem.depth * row * (1 if tiles == 1 else column_blocks),
         flops=flops,
         cycles=cycles,
         fixed_seconds=device.dma_seconds(problem.depth * block * weight),  # the first block hides behind nothing
-        block_bytes=2 * buffers + 2 * accumulator + converted + MiB,
+        block_bytes=2 * buffers + beside + MiB,
     )
+
+
+def depth_chunk(depth: int, group: int) -> int:
+    """How much of D one product takes: all of it, or at most 4096, in whole tiles of 8 groups of scales."""
+    if depth <= 4096:
+        return depth
+    unit = LANES if group == depth else 8 * group
+    return next((chunk for chunk in range(4096 // unit * unit, 0, -unit) if depth % chunk == 0), depth)
 
 
 def _step_f(block_f: int, tile_rows: int, depth: int) -> int:
     """The widest step whose product, unrolled, stays about a thousand million multiplications: code has a limit."""
     fits = [step for step in (1024, 512, 256, 128) if block_f % step == 0]
-    return next((step for step in fits if tile_rows * depth * step <= 1 << 30), min(256, fits[-1]))
+    return next((step for step in fits if tile_rows * min(depth, 4096) * step <= 1 << 30), fits[-1])
 
 
 def tpu_candidates(problem: Problem, tile_rows: int) -> list[TpuBlocks]:
@@ -161,9 +170,10 @@ def gpu_estimate(blocks: GpuBlocks, problem: Problem, device: Device) -> Estimat
     rounds = -(-visits * column_blocks // device.cores)
     stage = BLOCK_D * (tile * row + block * weight)
     wide = 2 * BLOCK_D * block * row if problem.group else 0
-    # The slowest of HBM's share, tensor cores and shared memory (weights written, converted, read) sets a step's time.
+    # A step takes as long as the slowest of: HBM's share (an expert's weights come from there once, then from the L2
+    # cache), tensor cores, shared memory (weights are written, perhaps converted, and read).
     step = max(
-        device.dma_cycles(BLOCK_D * block * weight) * device.cores,
+        device.dma_cycles(BLOCK_D * block * weight) * device.cores * problem.active / visits,
         2 * tile * block * BLOCK_D / (device.bf16_flops / device.cores / device.clock_hz),
         BLOCK_D * (block * (weight + (weight + 2 * row if problem.group else row)) + 3 * tile * row) / 128,
     )

@@ -26,27 +26,30 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.grouped_matmul.config import LANES, SUBLANES, TpuBlocks
+from pallas_kernels.grouped_matmul.config import LANES, SUBLANES, TpuBlocks, depth_chunk
 from pallas_kernels.grouped_matmul.spec import ExpertsSpec
 from pallas_kernels.grouped_matmul.tiles import GroupTiles
 from pallas_kernels.interpret import tpu_params
 from quant.experts import DTYPES, QuantizedExperts
 
 
-def _product(x, rhs_ref, scales_ref, columns):
-    """x[r, D] times the weights [D, columns], float32."""
+def _dot(x, rhs_ref, scales_ref, depth, columns, group: int):
+    """x[r, d] times the weights [depth, columns], float32; depth: a slice of D in whole groups.
+
+    Without the scales where there is one a column (group is D).
+    """
     dot = partial(jnp.dot, preferred_element_type=jnp.float32)
     if x.dtype == jnp.float32:  # else the MXU rounds it to bfloat16
         dot = partial(dot, precision=lax.Precision.HIGHEST)
-    if scales_ref is None:
-        return dot(x, rhs_ref[0, :, columns])
-    groups = scales_ref.shape[1]
-    size = x.shape[1] // groups
+    weights = rhs_ref[0, depth, columns]
+    if group == rhs_ref.shape[1]:
+        return dot(x, weights.astype(x.dtype))
+    groups = x.shape[1] // group
+    scales = scales_ref[0, pl.ds(pl.multiple_of(depth.start // group, groups), groups), columns]
     total = jnp.zeros((), jnp.float32)
-    for group in range(groups):  # a scale multiplies the product of its group, never the weights
-        depth = slice(group * size, (group + 1) * size)
-        scale = scales_ref[0, group : group + 1, columns]
-        total += dot(x[:, depth], rhs_ref[0, depth, columns].astype(x.dtype)) * scale
+    for i in range(groups):  # a scale multiplies the product of its group, never the weights
+        part = slice(i * group, (i + 1) * group)
+        total += dot(x[:, part], weights[part].astype(x.dtype)) * scales[i : i + 1]
     return total
 
 
@@ -63,8 +66,12 @@ def _kernel(
     scales_ref,  # [1, D // G, C] float32, or None
     # output
     out_ref,  # [R, C]
+    # scratch
+    sum_ref,  # [R, step_f] float32, or None where D is one chunk
     *,
     blocks: TpuBlocks,
+    chunk: int,
+    group: int,
 ):
     visit = pl.program_id(1)
     row = row_ref[visit]
@@ -75,13 +82,31 @@ def _kernel(
     def _():
         out_ref[...] = jnp.zeros_like(out_ref)
 
+    def product(rows, columns):
+        """Over all of D. In chunks where it is long: one product of everything is code and registers without end."""
+        if sum_ref is None:
+            return _dot(lhs_ref[rows, :], rhs_ref, scales_ref, pl.ds(0, chunk), columns, group)
+        sums = sum_ref.at[: rows.size]
+        sums[...] = jnp.zeros_like(sums)
+
+        def one_chunk(index, _):
+            depth = pl.ds(pl.multiple_of(index * chunk, chunk), chunk)
+            sums[...] += _dot(lhs_ref[rows, depth], rhs_ref, scales_ref, depth, columns, group)
+            return 0
+
+        lax.fori_loop(0, lhs_ref.shape[1] // chunk, one_chunk, 0)
+        return sums[...]
+
     def multiply(first, size: int):
         """The rows first .. first + size - 1 of the tile, all columns of the block."""
         rows = pl.ds(first, size)
 
         def one_step(at, _):
             columns = pl.ds(pl.multiple_of(at * step, step), step)
-            value = _product(lhs_ref[rows, :], rhs_ref, scales_ref, columns).astype(out_ref.dtype)
+            value = product(rows, columns)
+            if scales_ref is not None and group == rhs_ref.shape[1]:
+                value *= scales_ref[0, :, columns]
+            value = value.astype(out_ref.dtype)
             at_row = first + lax.broadcasted_iota(jnp.int32, value.shape, 0)
             out_ref[rows, columns] = jnp.where((at_row >= start) & (at_row < end), value, out_ref[rows, columns])
             return 0
@@ -128,11 +153,17 @@ def grouped_matmul(
         return lax.div(row[visit], tile), f
 
     in_specs = [pl.BlockSpec((tile, depth), rows_of), pl.BlockSpec((1, depth, block), weights_of)]
+    group = rhs.group_size if quantized else depth
+    chunk = depth_chunk(depth, group)
     in_specs += [pl.BlockSpec((1, a.shape[1], block), weights_of) for a in scales]
 
     def kernel(*refs):
-        *inputs, out = refs
-        _kernel(*inputs, *(() if quantized else (None,)), out, blocks=blocks)  # pyright: ignore[reportCallIssue]
+        refs = list(refs)
+        if not quantized:
+            refs.insert(7, None)
+        if chunk == depth:
+            refs.append(None)
+        _kernel(*refs, blocks=blocks, chunk=chunk, group=group)
 
     call = pl.pallas_call(
         kernel,
@@ -141,6 +172,7 @@ def grouped_matmul(
             grid=(pl.cdiv(columns, block), tiles.count),
             in_specs=in_specs,
             out_specs=pl.BlockSpec((tile, block), out_of),
+            scratch_shapes=[] if chunk == depth else [pltpu.VMEM((tile, blocks.step_f), jnp.float32)],
         ),
         out_shape=jax.ShapeDtypeStruct((num_rows, columns), out_dtype),
         compiler_params=pltpu.CompilerParams(

@@ -1,4 +1,4 @@
-"""Grouped matmul from its definition: one row at a time, float32, numpy. Slow and obvious; used by tests only.
+"""Grouped matmul from its definition, one row at a time, float32, numpy. Slow and obvious; used by tests only.
 
 Shares no code with the fast backends, so that both cannot be wrong in the same way.
 """
@@ -12,13 +12,13 @@ def grouped_matmul(lhs, rhs, group_sizes, *, scales=None, group_offset=0):
     out = np.zeros((lhs.shape[0], columns), np.float32)
     row = 0
     for expert, size in enumerate(group_sizes):
-        for _ in range(int(size)):
-            held = expert - int(group_offset)
-            if 0 <= held < num_experts:
-                weights = np.asarray(rhs[held], np.float32)
-                if scales is not None:
-                    group = depth // scales.shape[1]
-                    weights = np.stack([weights[d] * scales[held, d // group] for d in range(depth)])
-                out[row] = np.asarray(lhs[row], np.float32) @ weights
-            row += 1
+        held = expert - int(group_offset)
+        if 0 <= held < num_experts:
+            weights = np.asarray(rhs[held], np.float32)
+            if scales is not None:
+                group = depth // scales.shape[1]
+                weights = np.stack([weights[d] * scales[held, d // group] for d in range(depth)])
+            for i in range(row, row + int(size)):
+                out[i] = np.asarray(lhs[i], np.float32) @ weights
+        row += int(size)
     return out
