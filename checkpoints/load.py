@@ -69,7 +69,11 @@ def check_shapes(source: TensorSource, target: ParamSource, shape: tuple[int, ..
     shape = shape[1:] if target.stacked else shape
     for name in target.names:
         stored = source.shape(name)
-        if _groups(stored[::-1] if target.transpose else stored, shape) is None:
+        if target.rows is not None and stored[:1] != (target.rows.total,):
+            raise CheckpointError(f"{source.location}: {name} has shape {list(stored)}, the config asks for "
+                                  f"{target.rows.total} rows; check that config and weights belong together")
+        part = _part(stored, target)
+        if _groups(part[::-1] if target.transpose else part, shape) is None:
             wanted = f"{list(shape)} (transposed)" if target.transpose else f"{list(shape)}"
             raise CheckpointError(
                 f"{source.location}: {name} has shape {list(stored)}, the config asks for {wanted}; "
@@ -98,17 +102,22 @@ def read_shard(source: TensorSource, target: ParamSource, shape: tuple[int, ...]
     """The part of a parameter between `bounds` (start, stop for each axis), in a new array."""
     out = np.empty([stop - start for start, stop in bounds], dtype)
     if not target.stacked:
-        _fill(out, source, target.names[0], target.transpose, shape, bounds)
+        _fill(out, source, target.names[0], target, shape, bounds)
         return out
     start, stop = bounds[0]
     for row, name in enumerate(target.names[start:stop]):
-        _fill(out[row], source, name, target.transpose, shape[1:], bounds[1:])
+        _fill(out[row], source, name, target, shape[1:], bounds[1:])
     return out
 
 
-def _fill(out: np.ndarray, source: TensorSource, name: str, transpose: bool, shape: tuple[int, ...],
+def _part(stored: tuple[int, ...], target: ParamSource) -> tuple[int, ...]:
+    """The shape of the rows that are the target's."""
+    return stored if target.rows is None else (target.rows.stop - target.rows.start, *stored[1:])
+
+
+def _fill(out: np.ndarray, source: TensorSource, name: str, target: ParamSource, shape: tuple[int, ...],
           bounds: tuple[tuple[int, int], ...]) -> None:  # fmt: skip
-    stored = source.shape(name)
+    stored, transpose = _part(source.shape(name), target), target.transpose
     stored = stored[::-1] if transpose else stored
     groups = _groups(stored, shape)
     assert groups is not None, f"{name}: shapes were checked"
@@ -118,8 +127,12 @@ def _fill(out: np.ndarray, source: TensorSource, name: str, transpose: bool, sha
         index.append(part)
         cut += group_cut
         middle += group_shape
+    index = index[::-1] if transpose else index
+    if target.rows is not None:
+        first = range(target.rows.start, target.rows.stop)[index[0]]
+        index[0] = slice(first.start, first.stop)
     # Cast before transposing: the strided copy then moves fewer bytes.
-    values = source.read(name, tuple(index[::-1] if transpose else index)).astype(out.dtype, copy=False)
+    values = source.read(name, tuple(index)).astype(out.dtype, copy=False)
     values = values.T if transpose else values
     out[...] = values.reshape(middle)[tuple(cut)]
 

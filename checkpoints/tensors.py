@@ -30,10 +30,20 @@ class TensorSource(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rows:
+    """A part of a tensor that holds several parameters, one below the other: rows start .. stop - 1 of `total`."""
+
+    start: int
+    stop: int
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParamSource:
     """One model parameter from the checkpoint.
 
     names: one tensor name, or one for each layer of a stack, in order (the parameter has a leading layer axis).
+    rows: the parameter is this part of the stored tensor; None: all of it.
     transpose: the stored matrix is [out, in] and the parameter wants [in, out].
     The parameter's shape (without the layer axis) is a reshape of the (transposed) tensor: [D, N*H] to [D, N, H].
     """
@@ -41,3 +51,4 @@ class ParamSource:
     names: tuple[str, ...]
     stacked: bool
     transpose: bool = False
+    rows: Rows | None = None

@@ -1,29 +1,34 @@
 """What a decoder-only transformer is made of, as data. Families read it from a Hugging Face config."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from typing import Literal, get_args
+
+Activation = Literal["silu", "gelu_tanh"]
+Projection = Literal["q", "k", "v", "o", "gate", "up", "down"]
+
+QKV: frozenset[Projection] = frozenset(("q", "k", "v"))
+QKVO: frozenset[Projection] = frozenset(("q", "k", "v", "o"))
+MLP: frozenset[Projection] = frozenset(("gate", "up", "down"))
+
+_LONGEST_PATTERN = 16  # layers; published models repeat after 1 to 6
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding. `kind` names the frequency scaling.
+    """Rotary position embedding, every scaling resolved into numbers by `model.families.rope`."""
 
-    linear: positions divided by `factor`. llama3: low frequencies divided by `factor`, high ones kept, a smooth blend
-    between (Llama 3.1). The last three fields are only for llama3.
-    """
-
-    theta: float = 10_000.0
-    kind: Literal["default", "linear", "llama3"] = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
+    frequencies: tuple[float, ...]  # radians a position; twice as many numbers of a head are rotated, its first ones
+    pairs: Literal["halves", "neighbours"] = "halves"  # what turns together: x[i], x[i + len]; or x[2i], x[2i + 1]
+    magnitude: float = 1.0  # what is rotated grows by this (YaRN, LongRoPE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """What may differ from layer to layer. Neighbouring layers with equal specs form one stack."""
+    """What may differ from layer to layer."""
 
+    rope: RopeConfig
     window: int | None = None  # sliding attention window in tokens, None: sees everything
 
     def __post_init__(self) -> None:
@@ -33,11 +38,20 @@ class LayerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class StackSpec:
-    """`num_layers` equal layers, the first of which is the model's layer `first_layer`."""
+    """`periods` repetitions of a pattern of layers, the first of which is the model's layer `first_layer`."""
 
-    layer: LayerSpec
+    pattern: tuple[LayerSpec, ...]
     first_layer: int
-    num_layers: int
+    periods: int
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.pattern) * self.periods
+
+    def layers_at(self, place: int) -> range:
+        """The model's layers that stand at this place of the pattern."""
+        start = self.first_layer + place
+        return range(start, start + self.num_layers, len(self.pattern))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +66,18 @@ class ModelConfig:
     layers: tuple[LayerSpec, ...]
     max_position: int
     norm_eps: float
-    rope: RopeConfig
     tie_embeddings: bool
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False  # RMS norm over each query and key head (Qwen3)
+    activation: Activation = "silu"  # of the MLP's gate
+    biases: frozenset[Projection] = frozenset()  # the projections that have one
+    qk_norm: Literal["head", "projection"] | None = None  # over each query and key head, or over all of a token's
+    norms: Literal["input", "output", "both"] = "input"  # what is normed of attention and of the MLP
+    norm_offset: float = 0.0  # a norm multiplies by offset + scale
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what attention and MLP add
+    attention_scale: float
+    attention_soft_cap: float | None = None  # scores are cap * tanh(score / cap)
+    logit_scale: float = 1.0
+    logit_soft_cap: float | None = None  # after the scale
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
 
@@ -68,21 +88,45 @@ class ModelConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads=} must be a multiple of {self.num_kv_heads=}")
-        if self.head_dim % 2:
-            raise ValueError(f"{self.head_dim=} must be even: RoPE rotates pairs")
         if not self.layers:
             raise ValueError("a model needs at least one layer")
+        for layer in set(self.layers):
+            if 2 * len(layer.rope.frequencies) > self.head_dim:
+                raise ValueError(f"{self.head_dim=} is less than the {2 * len(layer.rope.frequencies)} rotated numbers")
+        if self.activation not in get_args(Activation):
+            raise ValueError(f"{self.activation=} is not one of {', '.join(get_args(Activation))}")
+        for name in ("attention_soft_cap", "logit_soft_cap"):
+            cap = getattr(self, name)
+            if cap is not None and not cap > 0:
+                raise ValueError(f"{name}={cap} must be above 0")
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
 
-    @property
+    @cached_property
     def stacks(self) -> tuple[StackSpec, ...]:
-        """Maximal runs of equal layers."""
-        starts = [i for i in range(self.num_layers) if i == 0 or self.layers[i] != self.layers[i - 1]]
-        ends = [*starts[1:], self.num_layers]
-        return tuple(
-            StackSpec(layer=self.layers[start], first_layer=start, num_layers=end - start)
-            for start, end in zip(starts, ends, strict=True)
-        )
+        """The layers as repeated patterns: 62 layers of five local and a global one are two stacks, ten times six and
+        twice one. From the front, each stack takes the pattern that leaves the fewest layers to compile."""
+        numbers: dict[LayerSpec, int] = {}
+        kinds = [numbers.setdefault(layer, len(numbers)) for layer in self.layers]
+        stacks, at = [], 0
+        while at < self.num_layers:
+            length, periods = _pattern(kinds, at)
+            stacks.append(StackSpec(pattern=self.layers[at : at + length], first_layer=at, periods=periods))
+            at += length * periods
+        return tuple(stacks)
+
+
+def _pattern(kinds: Sequence[int], first: int) -> tuple[int, int]:
+    """Length and repetitions of the pattern that saves the most layers, starting at `first`; the shortest of equals.
+    Where none repeats, that layer alone."""
+    best = (1, 1)
+    for length in range(1, _LONGEST_PATTERN + 1):
+        end = first + length
+        while end < len(kinds) and kinds[end] == kinds[end - length]:
+            end += 1
+        periods = (end - first) // length
+        if length * (periods - 1) > best[0] * (best[1] - 1):
+            best = (length, periods)
+    return best

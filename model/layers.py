@@ -1,7 +1,11 @@
 """The blocks of a decoder layer. Every parameter names its logical axes; sharding follows from `AxisRules`.
 
-Axis letters: T tokens, D model dim, N query heads, K kv heads, H head dim, F ffn dim, V vocab.
+Axis letters: T tokens, D model dim, N query heads, K kv heads, H head dim, R rotated pairs, F ffn dim, V vocab.
 """
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +13,17 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from model.batch import StepBatch
-from model.config import LayerSpec, ModelConfig
+from model.config import Activation, LayerSpec, ModelConfig, Projection, RopeConfig
 from model.rope import apply_rope
 from pallas_kernels.ragged_paged_attention.api import AttentionFn, KVLayout
 from sharding.rules import Axes, AxisRules
+
+Angles = Mapping[RopeConfig, Float[Array, "T 2 R"]]  # of every rope that some layer has
+
+_ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
 
 
 def param(shape: tuple[int, ...], axes: Axes, *, rngs: nnx.Rngs, dtype: jnp.dtype, ones: bool = False) -> nnx.Param:
@@ -31,17 +42,26 @@ def project(equation: str, x: jax.Array, kernel: nnx.Param) -> jax.Array:
     return project_wide(equation, x, kernel).astype(x.dtype)
 
 
+def add(x: jax.Array, bias: nnx.Param | None) -> jax.Array:
+    return x if bias is None else x + bias[...]
+
+
 class RMSNorm(nnx.Module):
-    """x / rms(x) * scale over the last axis, in float32."""
+    """x / rms(x) * (offset + scale) over the last axes, in float32."""
 
-    def __init__(self, size: int, axis: str, *, eps: float, rngs: nnx.Rngs, dtype: jnp.dtype):
-        self.eps = eps
-        self.scale = param((size,), (axis,), rngs=rngs, dtype=dtype, ones=True)
+    def __init__(self, shape: tuple[int, ...], axes: Axes, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        self.eps, self.offset = config.norm_eps, config.norm_offset
+        self.normed = tuple(range(-len(shape), 0))
+        self.scale = param(shape, axes, rngs=rngs, dtype=dtype, ones=True)
 
-    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         wide = x.astype(jnp.float32)
-        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (normed * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=self.normed, keepdims=True) + self.eps)
+        return (normed * (self.offset + self.scale[...].astype(jnp.float32))).astype(x.dtype)
+
+
+def _normed(norm: RMSNorm | None, x: jax.Array) -> jax.Array:
+    return x if norm is None else norm(x)
 
 
 class Attention(nnx.Module):
@@ -50,83 +70,92 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, spec: LayerSpec, rules: AxisRules, attention: AttentionFn, *,
                  rngs: nnx.Rngs, dtype: jnp.dtype):
         D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
-        self.rules, self.attention, self.window, self.scale = rules, attention, spec.window, H**-0.5
-        self.q = param((D, N, H), ("embed", "heads", "head_dim"), rngs=rngs, dtype=dtype)
-        self.k = param((D, K, H), ("embed", "kv_heads", "head_dim"), rngs=rngs, dtype=dtype)
-        self.v = param((D, K, H), ("embed", "kv_heads", "head_dim"), rngs=rngs, dtype=dtype)
-        self.o = param((N, H, D), ("heads", "head_dim", "embed"), rngs=rngs, dtype=dtype)
-        self.o_bias = param((D,), ("embed",), rngs=rngs, dtype=dtype) if config.o_bias else None
-        self.has_qkv_bias, self.has_norm = config.qkv_bias, config.qk_norm
-        if self.has_qkv_bias:
-            self.q_bias = param((N, H), ("heads", "head_dim"), rngs=rngs, dtype=dtype)
-            self.k_bias = param((K, H), ("kv_heads", "head_dim"), rngs=rngs, dtype=dtype)
-            self.v_bias = param((K, H), ("kv_heads", "head_dim"), rngs=rngs, dtype=dtype)
-        if self.has_norm:
-            self.q_norm = RMSNorm(H, "head_dim", eps=config.norm_eps, rngs=rngs, dtype=dtype)
-            self.k_norm = RMSNorm(H, "head_dim", eps=config.norm_eps, rngs=rngs, dtype=dtype)
+        self.rules, self.attention, self.rope, self.window = rules, attention, spec.rope, spec.window
+        self.scale, self.soft_cap = config.attention_scale, config.attention_soft_cap
+        heads, kv_heads = ("heads", "head_dim"), ("kv_heads", "head_dim")
+        self.q = param((D, N, H), ("embed", *heads), rngs=rngs, dtype=dtype)
+        self.k = param((D, K, H), ("embed", *kv_heads), rngs=rngs, dtype=dtype)
+        self.v = param((D, K, H), ("embed", *kv_heads), rngs=rngs, dtype=dtype)
+        self.o = param((N, H, D), (*heads, "embed"), rngs=rngs, dtype=dtype)
 
-    def __call__(self, x: Float[Array, "T D"], angles: jax.Array, kv_pages: jax.Array, layer: jax.Array,
+        def bias(name: Projection, shape: tuple[int, ...], axes: Axes) -> nnx.Param | None:
+            return param(shape, axes, rngs=rngs, dtype=dtype) if name in config.biases else None
+
+        self.q_bias, self.k_bias = bias("q", (N, H), heads), bias("k", (K, H), kv_heads)
+        self.v_bias, self.o_bias = bias("v", (K, H), kv_heads), bias("o", (D,), ("embed",))
+
+        def norm(shape: tuple[int, ...], axes: Axes) -> RMSNorm | None:
+            if config.qk_norm is None:
+                return None
+            first = {"projection": 0, "head": 1}[config.qk_norm]
+            return RMSNorm(shape[first:], axes[first:], config, rngs=rngs, dtype=dtype)
+
+        self.q_norm, self.k_norm = norm((N, H), heads), norm((K, H), kv_heads)
+
+    def __call__(self, x: Float[Array, "T D"], angles: Angles, kv_pages: jax.Array, layer: jax.Array,
                  batch: StepBatch) -> tuple[Float[Array, "T D"], jax.Array]:
-        q, k, v = (project("td,dnh->tnh", x, kernel) for kernel in (self.q, self.k, self.v))
-        if self.has_qkv_bias:
-            q, k, v = q + self.q_bias[...], k + self.k_bias[...], v + self.v_bias[...]
-        if self.has_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rope(q, angles), apply_rope(k, angles)
+        q = add(project("td,dnh->tnh", x, self.q), self.q_bias)
+        k = add(project("td,dnh->tnh", x, self.k), self.k_bias)
+        v = add(project("td,dnh->tnh", x, self.v), self.v_bias)
+        q = apply_rope(self.rope, _normed(self.q_norm, q), angles[self.rope])
+        k = apply_rope(self.rope, _normed(self.k_norm, k), angles[self.rope])
         out, kv_pages = self._attend(q, k, v, kv_pages, layer, batch)
-        out = project("tnh,nhd->td", out, self.o)
-        return out if self.o_bias is None else out + self.o_bias[...], kv_pages
+        return add(project("tnh,nhd->td", out, self.o), self.o_bias), kv_pages
 
     def _attend(self, q, k, v, kv_pages, layer, batch: StepBatch):
         """Attention on each device's heads, with all tokens of the step."""
-
-        def local(q, k, v, kv_pages, layer, page_table, kv_lens, cu_q_lens, distribution):
-            return self.attention(q, k, v, kv_pages, layer, page_table, kv_lens, cu_q_lens, distribution,
-                                  scale=self.scale, window=self.window)
-
+        attend = partial(self.attention, scale=self.scale, window=self.window, soft_cap=self.soft_cap)
         heads, kv_heads = (None, "heads", "head_dim"), (None, "kv_heads", "head_dim")
         args = (q, k, v, kv_pages, layer, batch.page_table, batch.kv_lens, batch.cu_q_lens, batch.distribution)
         in_axes = (heads, kv_heads, kv_heads, KVLayout.axes, (), (None, None), (None,), (None,), (None,))
-        return self.rules.map_over_shards(local, args, in_axes, (heads, KVLayout.axes), (q.shape, kv_pages.shape))
+        return self.rules.map_over_shards(attend, args, in_axes, (heads, KVLayout.axes), (q.shape, kv_pages.shape))
 
 
 class MLP(nnx.Module):
-    """The gated feed-forward block: down(silu(gate(x)) * up(x))."""
+    """The gated feed-forward block: down(activation(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         D, F = config.hidden_size, config.intermediate_size
+        self.activation = _ACTIVATIONS[config.activation]
         self.gate = param((D, F), ("embed", "mlp"), rngs=rngs, dtype=dtype)
         self.up = param((D, F), ("embed", "mlp"), rngs=rngs, dtype=dtype)
         self.down = param((F, D), ("mlp", "embed"), rngs=rngs, dtype=dtype)
-        self.has_bias = config.mlp_bias
-        if self.has_bias:
-            self.gate_bias = param((F,), ("mlp",), rngs=rngs, dtype=dtype)
-            self.up_bias = param((F,), ("mlp",), rngs=rngs, dtype=dtype)
-            self.down_bias = param((D,), ("embed",), rngs=rngs, dtype=dtype)
+
+        def bias(name: Projection, size: int, axis: str) -> nnx.Param | None:
+            return param((size,), (axis,), rngs=rngs, dtype=dtype) if name in config.biases else None
+
+        self.gate_bias, self.up_bias = bias("gate", F, "mlp"), bias("up", F, "mlp")
+        self.down_bias = bias("down", D, "embed")
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        gate, up = project_wide("td,df->tf", x, self.gate), project_wide("td,df->tf", x, self.up)
-        if self.has_bias:
-            gate, up = gate + self.gate_bias[...], up + self.up_bias[...]
-        out = project("tf,fd->td", (jax.nn.silu(gate) * up).astype(x.dtype), self.down)
-        return out + self.down_bias[...] if self.has_bias else out
+        gate = add(project_wide("td,df->tf", x, self.gate), self.gate_bias)
+        up = add(project_wide("td,df->tf", x, self.up), self.up_bias)
+        return add(project("tf,fd->td", (self.activation(gate) * up).astype(x.dtype), self.down), self.down_bias)
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm attention and MLP, each with a residual."""
+    """Attention and MLP, each with a residual, and with norms before it, after it or both."""
 
     def __init__(self, config: ModelConfig, spec: LayerSpec, rules: AxisRules, attention: AttentionFn, *,
                  rngs: nnx.Rngs, dtype: jnp.dtype):
-        self.rules = rules
-        D, eps = config.hidden_size, config.norm_eps
-        self.attention_norm = RMSNorm(D, "embed", eps=eps, rngs=rngs, dtype=dtype)
-        self.mlp_norm = RMSNorm(D, "embed", eps=eps, rngs=rngs, dtype=dtype)
+        self.rules, self.residual_scale = rules, config.residual_scale
+
+        def norm(place: Literal["input", "output"]) -> RMSNorm | None:
+            if config.norms not in (place, "both"):
+                return None
+            return RMSNorm((config.hidden_size,), ("embed",), config, rngs=rngs, dtype=dtype)
+
+        self.attention_norm, self.attention_out_norm = norm("input"), norm("output")
+        self.mlp_norm, self.mlp_out_norm = norm("input"), norm("output")
         self.attention = Attention(config, spec, rules, attention, rngs=rngs, dtype=dtype)
         self.mlp = MLP(config, rngs=rngs, dtype=dtype)
 
-    def __call__(self, x: Float[Array, "T D"], angles: jax.Array, kv_pages: jax.Array, layer: jax.Array,
+    def __call__(self, x: Float[Array, "T D"], angles: Angles, kv_pages: jax.Array, layer: jax.Array,
                  batch: StepBatch) -> tuple[Float[Array, "T D"], jax.Array]:
-        attended, kv_pages = self.attention(self.attention_norm(x), angles, kv_pages, layer, batch)
-        x = self.rules.constrain(x + attended, ("tokens", "embed"))
-        x = self.rules.constrain(x + self.mlp(self.mlp_norm(x)), ("tokens", "embed"))
-        return x, kv_pages
+        out, kv_pages = self.attention(_normed(self.attention_norm, x), angles, kv_pages, layer, batch)
+        x = self._add(x, _normed(self.attention_out_norm, out))
+        out = self.mlp(_normed(self.mlp_norm, x))
+        return self._add(x, _normed(self.mlp_out_norm, out)), kv_pages
+
+    def _add(self, x: jax.Array, out: jax.Array) -> jax.Array:
+        return self.rules.constrain(x + out * self.residual_scale, ("tokens", "embed"))

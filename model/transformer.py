@@ -1,9 +1,10 @@
 """A decoder-only transformer as stacks of scanned layers.
 
-The layers of a stack share stacked parameters [L, ...] and run under one `lax.scan`, so compile time and the number of
-jit arguments do not grow with depth. The paged KV cache of all layers is one array, carried through the scans in place.
+A stack repeats a pattern of layers, say five local and a global one, under one `lax.scan` over its periods; the layers
+at one place of the pattern share stacked parameters [L, ...]. So compile time and the number of jit arguments do not
+grow with depth. The paged KV cache of all layers is one array, carried through the scans in place.
 
-Axis letters: T tokens, S rows, D model dim, V vocab, L layers of a stack.
+Axis letters: T tokens, S rows, D model dim, V vocab, L periods of a stack.
 """
 
 from collections.abc import Mapping
@@ -15,8 +16,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from model.batch import StepBatch
-from model.config import ModelConfig, StackSpec
-from model.layers import DecoderLayer, RMSNorm, param
+from model.config import LayerSpec, ModelConfig, StackSpec
+from model.layers import Angles, DecoderLayer, RMSNorm, param
 from model.rope import rope_angles
 from pallas_kernels.ragged_paged_attention.api import AttentionFn
 from sharding.rules import Axes, AxisRules
@@ -25,27 +26,33 @@ Path = tuple[str, ...]
 
 
 class LayerStack(nnx.Module):
-    """Equal layers with stacked parameters."""
+    """A repeated pattern of layers; those at one place of the pattern have stacked parameters."""
 
     def __init__(self, config: ModelConfig, spec: StackSpec, rules: AxisRules, attention: AttentionFn, *,
                  rngs: nnx.Rngs, dtype: jnp.dtype):
-        @nnx.split_rngs(splits=spec.num_layers)
-        @nnx.vmap
-        def make(rngs: nnx.Rngs) -> DecoderLayer:
-            return DecoderLayer(config, spec.layer, rules, attention, rngs=rngs, dtype=dtype)
+        def make(layer: LayerSpec) -> DecoderLayer:
+            @nnx.split_rngs(splits=spec.periods)
+            @nnx.vmap
+            def stacked(rngs: nnx.Rngs) -> DecoderLayer:
+                return DecoderLayer(config, layer, rules, attention, rngs=rngs, dtype=dtype)
 
-        self.first_layer, self.num_layers = spec.first_layer, spec.num_layers
-        self.layers = make(rngs)
+            return stacked(rngs)
 
-    def __call__(self, x: Float[Array, "T D"], angles: jax.Array, kv_pages: jax.Array, batch: StepBatch):
+        self.spec = spec
+        self.layers = nnx.List([make(layer) for layer in spec.pattern])
+
+    def __call__(self, x: Float[Array, "T D"], angles: Angles, kv_pages: jax.Array, batch: StepBatch):
         structure, stacked = nnx.split(self.layers)
 
         def body(carry, inputs):
-            layer, params = inputs
-            return nnx.merge(structure, params)(carry[0], angles, carry[1], layer, batch), None
+            first, params = inputs
+            x, kv_pages = carry
+            for place, layer in enumerate(nnx.merge(structure, params)):
+                x, kv_pages = layer(x, angles, kv_pages, first + place, batch)
+            return (x, kv_pages), None
 
-        layers = self.first_layer + jnp.arange(self.num_layers, dtype=jnp.int32)
-        (x, kv_pages), _ = lax.scan(body, (x, kv_pages), (layers, stacked))
+        firsts = jnp.asarray(self.spec.layers_at(0), jnp.int32)
+        (x, kv_pages), _ = lax.scan(body, (x, kv_pages), (firsts, stacked))
         return x, kv_pages
 
 
@@ -58,22 +65,25 @@ class Transformer(nnx.Module):
         self.config, self.rules = config, rules
         self.embedding = param((V, D), ("vocab", "embed"), rngs=rngs, dtype=dtype)
         self.stacks = nnx.List([LayerStack(config, s, rules, attention, rngs=rngs, dtype=dtype) for s in config.stacks])
-        self.norm = RMSNorm(D, "embed", eps=config.norm_eps, rngs=rngs, dtype=dtype)
+        self.norm = RMSNorm((D,), ("embed",), config, rngs=rngs, dtype=dtype)
         self.head = None if config.tie_embeddings else param((V, D), ("vocab", "embed"), rngs=rngs, dtype=dtype)
 
     def __call__(self, kv_pages: jax.Array, batch: StepBatch) -> tuple[Float[Array, "T D"], jax.Array]:
         """Runs the layers. Returns the normed hidden states of all tokens and the updated KV pages."""
-        x = self.rules.constrain(self.embedding[...][batch.tokens], ("tokens", "embed"))
-        angles = rope_angles(self.config.rope, self.config.head_dim, batch.positions)
+        x = self.embedding[...][batch.tokens] * self.config.embedding_scale
+        x = self.rules.constrain(x, ("tokens", "embed"))
+        ropes = {layer.rope for stack in self.config.stacks for layer in stack.pattern}
+        angles = {rope: rope_angles(rope, batch.positions) for rope in ropes}
         for stack in self.stacks:
             x, kv_pages = stack(x, angles, kv_pages, batch)
         return self.norm(x), kv_pages
 
     def logits(self, hidden: Float[Array, "S D"]) -> Float[Array, "S V"]:
         """Float32 logits."""
-        matrix = self.embedding if self.head is None else self.head
+        matrix, cap = self.embedding if self.head is None else self.head, self.config.logit_soft_cap
         logits = jnp.einsum("sd,vd->sv", hidden, matrix[...], preferred_element_type=jnp.float32)
-        return self.rules.constrain(logits, ("rows", "vocab"))
+        logits = self.rules.constrain(logits, ("rows", "vocab")) * self.config.logit_scale
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def abstract_model(config: ModelConfig, rules: AxisRules, attention: AttentionFn, dtype: jnp.dtype) -> Transformer:

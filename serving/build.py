@@ -19,8 +19,9 @@ from checkpoints.load import load_params
 from checkpoints.open import Checkpoint, open_checkpoint
 from checkpoints.orbax_folder import restore_params
 from model.config import ModelConfig
-from model.families.common import UnsupportedModel, param_sources
-from model.families.registry import read_config
+from model.families.common import UnsupportedModel
+from model.families.names import may_be_left_over
+from model.families.registry import param_sources, read_config
 from model.transformer import Path as ParamPath
 from model.transformer import Transformer, abstract_model, param_axes, with_params
 from pallas_kernels.ragged_paged_attention.api import AttentionSpec, Backend, Choice, choose_backend
@@ -63,7 +64,7 @@ def _open(config: EngineConfig, progress: bool) -> Iterator[Checkpoint]:
 def load_model(config: EngineConfig, *, progress: bool = False) -> LoadedModel:
     """Weights on the mesh. Raises ConfigError."""
     with _open(config, progress) as checkpoint:
-        return _load(checkpoint, read_config(checkpoint.config), config, progress)
+        return _load(checkpoint, read_config(checkpoint.config, config.max_model_len), config, progress)
 
 
 def _load(
@@ -80,9 +81,8 @@ def _load(
     if checkpoint.source is None:
         params = restore_params(checkpoint.path, shapes, shardings, dtype)
     else:
-        tied = ("lm_head.weight",) if config.tie_embeddings else ()
-        params = load_params(checkpoint.source, param_sources(config), shapes, shardings, dtype, ignore=tied,
-                             progress=progress)
+        params = load_params(checkpoint.source, param_sources(config, shapes), shapes, shardings, dtype,
+                             ignore=may_be_left_over(config), progress=progress)
     return LoadedModel(with_params(model, params), checkpoint.config, params, dtype, backend)
 
 
@@ -120,7 +120,7 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[ModelRun
     use_persistent_cache(config.compilation_cache_dir)
     with _open(config, progress) as checkpoint:
         # What is quick comes first, so that a mistake shows before the weights are read.
-        model = read_config(checkpoint.config)
+        model = read_config(checkpoint.config, config.max_model_len)
         runner_config = _runner_config(config, model, progress)
         tokenizer = load_tokenizer(config.tokenizer or str(checkpoint.path))
         loaded = _load(checkpoint, model, config, progress)

@@ -1,25 +1,25 @@
-"""Reading Hugging Face configs and naming checkpoint tensors, shared by the Llama-like families."""
+"""Reading Hugging Face configs, shared by the families."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
-from checkpoints.tensors import ParamSource
-from model.config import ModelConfig, RopeConfig
-
-Path = tuple[str, ...]
+from model.config import LayerSpec, Projection, RopeConfig
+from model.families.rope import Parameters, Rotary, reach, resolve
 
 # Keys of a Hugging Face config that do not change what an inference run computes.
 _NEUTRAL = frozenset(
     """
-    _name_or_path architectures attention_dropout auto_map bos_token_id chunk_size_feed_forward dtype eos_token_id
-    id2label initializer_range is_encoder_decoder is_llama_config label2id model_type output_attentions
-    output_hidden_states pad_token_id pretraining_tp problem_type return_dict rope_interleaved tokenizer_class
-    torch_dtype transformers.js_config transformers_version unsloth_fixed unsloth_version use_cache
+    _name_or_path architectures attention_dropout auto_map bos_token_id cache_implementation chunk_size_feed_forward
+    dtype embd_pdrop eos_token_id id2label initializer_range is_encoder_decoder is_llama_config label2id model_type
+    output_attentions output_hidden_states pad_token_id pretraining_tp problem_type resid_pdrop return_dict
+    rope_interleaved tokenizer_class torch_dtype transformers.js_config transformers_version unsloth_fixed
+    unsloth_version use_cache
     """.split()
 )
 
-
 _MAX_LAYERS = 10_000  # more is a damaged file
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
 
 class UnsupportedModel(ValueError):
@@ -29,14 +29,21 @@ class UnsupportedModel(ValueError):
 class ConfigReader:
     """Takes keys out of a Hugging Face config and insists, at the end, that none was left unread."""
 
-    def __init__(self, hf: Mapping[str, Any]):
-        self._hf = hf
+    def __init__(self, hf: Mapping[str, Any], context: int | None = None):
+        """context: the longest sequence that will be served; None: the longest that the model can."""
+        self._hf, self._context = hf, context
         self._taken: set[str] = set(_NEUTRAL)
 
     def take(self, key: str, default: Any = None) -> Any:
         self._taken.add(key)
         value = self._hf.get(key)
         return default if value is None else value
+
+    def take_dict(self, key: str) -> dict[str, Any]:
+        value = self.take(key, {})
+        if not isinstance(value, dict):
+            raise UnsupportedModel(f"config.json: {key}={value!r} must be an object")
+        return dict(value)
 
     def require(self, key: str) -> Any:
         value = self.take(key)
@@ -57,29 +64,36 @@ class ConfigReader:
             raise UnsupportedModel(f"config.json: num_hidden_layers={count} must be in 1 to {_MAX_LAYERS}")
         return count
 
-    def rope(self) -> RopeConfig:
-        """`rope_theta` and `rope_scaling`, or the newer `rope_parameters` that holds both."""
-        scaling = dict(self.take("rope_scaling", {}))
-        parameters = dict(self.take("rope_parameters", {}))
-        theta = float(self.take("rope_theta", parameters.pop("rope_theta", 10_000.0)))
-        scaling = scaling or parameters
-        scaling.pop("rope_theta", None)
-        kind = scaling.pop("rope_type", scaling.pop("type", "default"))
-        scaling.pop("type", None)
-        fields = {"default": (), "linear": ("factor",),
-                  "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
-        if kind not in fields:
-            raise UnsupportedModel(f"config.json: rope scaling {kind!r} is not supported, only {', '.join(fields)}")
-        values = {}
-        for name in fields[kind]:
-            if name not in scaling:
-                raise UnsupportedModel(f"config.json: rope scaling {kind!r} needs {name!r}")
-            values[name.removesuffix("_embeddings")] = value = scaling.pop(name)
-            if not isinstance(value, int | float):
-                raise UnsupportedModel(f"config.json: {name}={value!r} of rope scaling {kind!r} must be a number")
-        if scaling:
-            raise UnsupportedModel(f"config.json: unknown rope scaling keys {sorted(scaling)} for kind {kind!r}")
-        return RopeConfig(theta=theta, kind=kind, **values)
+    def rope(self, head_dim: int, *, partial: float = 1.0, names: Mapping[str, str] = MappingProxyType({}),
+             **fields: Any) -> RopeConfig:  # fmt: skip
+        """`rope_theta`, `partial_rotary_factor` (without it `partial`) and `rope_scaling`, or the newer
+        `rope_parameters` that holds all. names: what this family calls scalings. `fields` go to RopeConfig."""
+        parameters = self.take_dict("rope_parameters")
+        scaling = self.take_dict("rope_scaling") or parameters
+        theta = self.take("rope_theta", parameters.get("rope_theta", 10_000.0))
+        partial = self.take("partial_rotary_factor", parameters.get("partial_rotary_factor", partial))
+        for key in ("rope_theta", "partial_rotary_factor"):
+            scaling.pop(key, None)
+        for key in scaling.keys() & {"rope_type", "type"}:
+            scaling[key] = names.get(scaling[key], scaling[key])
+        original = self.take("original_max_position_embeddings")
+        if original is not None and len(scaling) > 1:  # Phi-3 keeps it outside
+            scaling["original_max_position_embeddings"] = original
+        return self.resolve_rope(scaling, theta, int(head_dim * partial), **fields)
+
+    def resolve_rope(self, scaling: Mapping[str, Any], theta: float, dim: int, **fields: Any) -> RopeConfig:
+        """The first `dim` numbers of a head turn. Raises ValueError."""
+        rotary = Rotary(theta=float(theta), dim=dim, max_position=self._max_position(),
+                        context=self._context or self.max_position())
+        return resolve(rotary, Parameters(scaling), **fields)
+
+    def _max_position(self) -> int:
+        return int(self.take("max_position_embeddings", 2048))
+
+    def max_position(self) -> int:
+        """The longest sequence. Some scalings reach beyond `max_position_embeddings`."""
+        scaling = self.take_dict("rope_scaling") or self.take_dict("rope_parameters")
+        return reach(scaling.get("full_attention") or scaling, self._max_position())
 
     def finish(self) -> None:
         unread = sorted(set(self._hf) - self._taken)
@@ -87,61 +101,46 @@ class ConfigReader:
             raise UnsupportedModel(f"config.json has keys that this model family does not know: {', '.join(unread)}")
 
 
-def base_fields(reader: ConfigReader) -> dict[str, Any]:
-    """The fields that all Llama-like configs share, all but `layers`."""
-    reader.insist("hidden_act", "silu")
+def base_fields(reader: ConfigReader, *, tied: bool = False, head_dim: int | None = None) -> dict[str, Any]:
+    """The fields that all Llama-like configs share, all but `layers`. tied, head_dim: what the family means where its
+    config says nothing."""
     hidden, heads = int(reader.require("hidden_size")), int(reader.require("num_attention_heads"))
+    head_dim = int(reader.take("head_dim", head_dim or hidden // heads))
+    if head_dim < 1:
+        raise ValueError(f"{head_dim=} must be at least 1")
     eos = reader.take("eos_token_id", ())
     return dict(
+        family=reader.require("model_type"),
         vocab_size=int(reader.require("vocab_size")),
         hidden_size=hidden,
         intermediate_size=int(reader.require("intermediate_size")),
         num_heads=heads,
         num_kv_heads=int(reader.take("num_key_value_heads", heads)),
-        head_dim=int(reader.take("head_dim", hidden // heads)),
-        max_position=int(reader.take("max_position_embeddings", 2048)),
+        head_dim=head_dim,
+        max_position=reader.max_position(),
         norm_eps=float(reader.take("rms_norm_eps", 1e-6)),
-        rope=reader.rope(),
-        tie_embeddings=bool(reader.take("tie_word_embeddings", False)),
+        tie_embeddings=bool(reader.take("tie_word_embeddings", tied)),
+        attention_scale=head_dim**-0.5,
         bos_id=reader.take("bos_token_id"),
         eos_ids=tuple(map(int, eos)) if isinstance(eos, list | tuple) else (int(eos),),
     )
 
 
-def param_sources(config: ModelConfig) -> dict[Path, ParamSource]:
-    """Which checkpoint tensors make each parameter, for Llama's tensor names."""
-    sources: dict[Path, ParamSource] = {
-        ("embedding",): ParamSource(names=("model.embed_tokens.weight",), stacked=False),
-        ("norm", "scale"): ParamSource(names=("model.norm.weight",), stacked=False),
-    }
-    if not config.tie_embeddings:
-        sources["head",] = ParamSource(names=("lm_head.weight",), stacked=False)
-    matrices = {
-        ("attention", "q"): "self_attn.q_proj.weight",
-        ("attention", "k"): "self_attn.k_proj.weight",
-        ("attention", "v"): "self_attn.v_proj.weight",
-        ("attention", "o"): "self_attn.o_proj.weight",
-        ("mlp", "gate"): "mlp.gate_proj.weight",
-        ("mlp", "up"): "mlp.up_proj.weight",
-        ("mlp", "down"): "mlp.down_proj.weight",
-    }
-    vectors = {
-        ("attention_norm", "scale"): "input_layernorm.weight",
-        ("mlp_norm", "scale"): "post_attention_layernorm.weight",
-    }
-    if config.qkv_bias:
-        vectors |= {("attention", f"{x}_bias"): f"self_attn.{x}_proj.bias" for x in "qkv"}
-    if config.mlp_bias:
-        vectors |= {("mlp", f"{x}_bias"): f"mlp.{x}_proj.bias" for x in ("gate", "up", "down")}
-    if config.o_bias:
-        vectors["attention", "o_bias"] = "self_attn.o_proj.bias"
-    if config.qk_norm:
-        vectors |= {("attention", f"{x}_norm", "scale"): f"self_attn.{x}_norm.weight" for x in "qk"}
-    for index, stack in enumerate(config.stacks):
-        layers = range(stack.first_layer, stack.first_layer + stack.num_layers)
-        for path, name in (matrices | vectors).items():
-            names = tuple(f"model.layers.{layer}.{name}" for layer in layers)
-            sources["stacks", str(index), "layers", *path] = ParamSource(
-                names=names, stacked=True, transpose=path in matrices
-            )
-    return sources
+def biases(reader: ConfigReader, key: str, projections: frozenset[Projection],
+           default: bool = False) -> frozenset[Projection]:  # fmt: skip
+    """The projections, where the config has this key set."""
+    return projections if reader.take(key, default) else frozenset()
+
+
+def window_layers(reader: ConfigReader, rope: RopeConfig, window: int | None,
+                  local_rope: RopeConfig | None = None, *, default: Callable[[int], bool]) -> tuple[LayerSpec, ...]:
+    """`layer_types` where given, otherwise what `default` says of a layer's number: does it have the window?
+    local_rope: the RoPE of those that have."""
+    count, kinds = reader.num_layers(), reader.take("layer_types")
+    kinds = kinds or [_LOCAL if window is not None and default(layer) else _GLOBAL for layer in range(count)]
+    if len(kinds) != count or not set(kinds) <= {_LOCAL, _GLOBAL}:
+        raise UnsupportedModel(f"config.json: layer_types={kinds} must be {count} times {_GLOBAL} or {_LOCAL}")
+    if window is None and _LOCAL in kinds:
+        raise UnsupportedModel(f"config.json: layer_types has {_LOCAL} but there is no sliding_window in use")
+    local, everywhere = LayerSpec(rope=local_rope or rope, window=window), LayerSpec(rope=rope)
+    return tuple(local if kind == _LOCAL else everywhere for kind in kinds)

@@ -1,17 +1,15 @@
 """Llama 2, 3 and 3.1, and models published under its architecture (SmolLM2)."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from model.config import LayerSpec, ModelConfig
-from model.families.common import ConfigReader, base_fields
+from model.config import MLP, QKVO, LayerSpec, ModelConfig
+from model.families.common import ConfigReader, base_fields, biases
 
 
-def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    reader = ConfigReader(hf)
+def read_config(reader: ConfigReader) -> ModelConfig:
+    reader.insist("hidden_act", "silu")
     fields = base_fields(reader)
-    bias = bool(reader.take("attention_bias", False))
-    mlp_bias = bool(reader.take("mlp_bias", False))
-    layers = (LayerSpec(),) * reader.num_layers()
-    reader.finish()
-    return ModelConfig(family="llama", layers=layers, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias, **fields)
+    layer = LayerSpec(rope=reader.rope(fields["head_dim"]))
+    return ModelConfig(
+        layers=(layer,) * reader.num_layers(),
+        biases=biases(reader, "attention_bias", QKVO) | biases(reader, "mlp_bias", MLP),
+        **fields,
+    )

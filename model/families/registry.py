@@ -1,28 +1,56 @@
 """The known model families, by the `model_type` of their Hugging Face configs."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from checkpoints.tensors import ParamSource
 from model.config import ModelConfig
-from model.families import llama, mistral, qwen
-from model.families.common import UnsupportedModel
+from model.families import gemma, glm, granite, llama, mistral, olmo, phi, qwen
+from model.families.common import ConfigReader, UnsupportedModel
+from model.families.names import LLAMA, Names, Path, sources
 
-_FAMILIES = {
-    "llama": llama.read_config,
-    "mistral": mistral.read_config,
-    "qwen2": qwen.read_qwen2,
-    "qwen3": qwen.read_qwen3,
+
+@dataclass(frozen=True)
+class Family:
+    read_config: Callable[[ConfigReader], ModelConfig]
+    names: Callable[[ModelConfig], Names] = lambda config: LLAMA
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(llama.read_config),
+    "mistral": Family(mistral.read_config),
+    "qwen2": Family(qwen.read_qwen2),
+    "qwen3": Family(qwen.read_qwen3),
+    "gemma2": Family(gemma.read_gemma2, gemma.names),
+    "gemma3_text": Family(gemma.read_gemma3, gemma.names),
+    "phi3": Family(phi.read_phi3, phi.names),
+    "glm": Family(glm.read_glm, glm.names),
+    "glm4": Family(glm.read_glm4, glm.names),
+    "olmo2": Family(olmo.read_olmo2, olmo.names),
+    "granite": Family(granite.read_config),
 }
 
 
-def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """A model's configuration from its Hugging Face config. Unknown families and keys raise UnsupportedModel."""
+def read_config(hf: Mapping[str, Any], context: int | None = None) -> ModelConfig:
+    """A model's configuration from its Hugging Face config. Unknown families and keys raise UnsupportedModel.
+
+    context: the longest sequence that will be served, on which some RoPE scalings depend; None: the longest possible.
+    """
     kind = hf.get("model_type")
-    if not isinstance(kind, str) or kind not in _FAMILIES:
-        raise UnsupportedModel(f"config.json: model_type {kind!r} is not supported; supported: {', '.join(_FAMILIES)}")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise UnsupportedModel(f"config.json: model_type {kind!r} is not supported; supported: {', '.join(FAMILIES)}")
+    reader = ConfigReader(hf, context)
     try:
-        return _FAMILIES[kind](hf)
+        config = FAMILIES[kind].read_config(reader)
     except UnsupportedModel:
         raise
-    except (TypeError, ValueError, KeyError, ArithmeticError) as error:
+    except (TypeError, ValueError, KeyError, ArithmeticError, AttributeError) as error:
         raise UnsupportedModel(f"config.json of model_type {kind!r}: {error}") from error
+    reader.finish()
+    return config
+
+
+def param_sources(config: ModelConfig, paths: Iterable[Path]) -> dict[Path, ParamSource]:
+    """Which checkpoint tensors make each of the model's parameters."""
+    return sources(config, FAMILIES[config.family].names(config), paths)

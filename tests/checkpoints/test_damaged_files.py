@@ -12,7 +12,7 @@ import pytest
 from checkpoints.errors import CheckpointError
 from checkpoints.open import open_checkpoint
 from checkpoints.safetensors_source import INDEX
-from model.families.common import UnsupportedModel, param_sources
+from model.families.common import UnsupportedModel
 from model.families.registry import read_config
 from serving.errors import ConfigError
 from serving.tokenizer.load import load_tokenizer
@@ -25,7 +25,7 @@ NONSENSE = (None, 0, -1, "x", "", [], [1], {}, 1.5, True, 10**12, float("inf"), 
 
 def read_all(path: Path) -> None:
     checkpoint = open_checkpoint(path)
-    param_sources(read_config(checkpoint.config))
+    read_config(checkpoint.config)
     assert checkpoint.source is not None
     for name in checkpoint.source.names():
         checkpoint.source.read(name)

@@ -2,7 +2,9 @@
 
 Run once, in an environment with torch (the test suite reads the results and needs none):
 
-    python tests/goldens/make_goldens.py
+    python tests/goldens/make_goldens.py [NAME ...]
+
+With names it makes these only; a golden does not change when others are made.
 
 A golden is a Hugging Face folder (config.json, model.safetensors in f32) plus golden.npz: `tokens_<n>` [T] int32 and
 `logits_<n>` [T, V] f32 for each input. Weights are drawn wide, norms around 1 and biases around 0, so that a missing
@@ -12,6 +14,7 @@ norm, bias, scale or window moves the logits far beyond any tolerance.
 import json
 import platform
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +38,18 @@ LLAMA3_ROPE = dict(
 
 def default_rope(theta: float) -> dict:
     return dict(rope_type="default", rope_theta=theta)
+
+
+GEMMA = dict(hidden_size=32, intermediate_size=32, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True,
+             rms_norm_eps=1e-6, sliding_window=8, query_pre_attn_scalar=12, hidden_activation="gelu_pytorch_tanh")
+YARN_ROPE = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16,
+                 beta_fast=4.0, beta_slow=0.5)
+
+
+def longrope(pairs: int) -> dict:
+    """Divisors that grow from pair to pair; the long ones are far from the short ones."""
+    return dict(rope_type="longrope", rope_theta=10000.0, short_factor=[1.0 + 0.05 * i for i in range(pairs)],
+                long_factor=[1.5 + 0.75 * i for i in range(pairs)])
 
 
 # name: (config class, config fields, input lengths)
@@ -65,31 +80,84 @@ FAMILIES = {
                            (*LENGTHS, 65)),
     "qwen3-qk-norm": ("Qwen3", dict(num_key_value_heads=2, head_dim=20, tie_word_embeddings=False, rms_norm_eps=1e-6,
                                     use_sliding_window=False, rope_parameters=default_rope(1000000.0)), LENGTHS),
+    "llama-dynamic-rope": ("Llama", dict(hidden_size=32, num_key_value_heads=2, head_dim=8, num_hidden_layers=2,
+                                         tie_word_embeddings=True, max_position_embeddings=32,
+                                         rope_parameters=dict(rope_type="dynamic", rope_theta=10000.0, factor=4.0)),
+                           (7, 65)),
+    "qwen3-yarn-rope": ("Qwen3", dict(hidden_size=32, num_key_value_heads=2, head_dim=16, num_hidden_layers=2,
+                                      max_position_embeddings=64, tie_word_embeddings=True, use_sliding_window=False,
+                                      rope_parameters=YARN_ROPE),
+                        (7, 65)),
+    # Two periods of local and global, and a local layer that is left.
+    "gemma2": ("Gemma2", GEMMA | dict(num_hidden_layers=5, rope_parameters=default_rope(10000.0),
+                                      attn_logit_softcapping=5.0, final_logit_softcapping=8.0), (*LENGTHS, 65)),
+    # Two periods of two local layers and a global one, and two local layers that are left.
+    "gemma3": ("Gemma3Text", GEMMA | dict(num_hidden_layers=8, sliding_window_pattern=3, rope_parameters=dict(
+        full_attention=dict(rope_type="linear", rope_theta=1000000.0, factor=8.0),
+        sliding_attention=default_rope(10000.0))), (*LENGTHS, 65)),
+    "phi3-window": ("Phi3", dict(num_key_value_heads=2, rms_norm_eps=1e-5, tie_word_embeddings=False, sliding_window=8,
+                                 pad_token_id=0, rope_parameters=default_rope(10000.0)), (*LENGTHS, 65)),
+    # As Phi-4-mini: three quarters of a head turn, tied. Up to 32 tokens the short factors count.
+    "phi3-longrope": ("Phi3", dict(hidden_size=64, num_key_value_heads=2, rms_norm_eps=1e-5, tie_word_embeddings=True,
+                                   num_hidden_layers=2, pad_token_id=0, original_max_position_embeddings=32,
+                                   rope_parameters=longrope(6) | dict(partial_rotary_factor=0.75)), (7, 33, 65)),
+    "glm": ("Glm", dict(num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-5, tie_word_embeddings=False,
+                        attention_bias=True, pad_token_id=0,
+                        rope_parameters=default_rope(10000.0) | dict(partial_rotary_factor=0.5)), LENGTHS),
+    "glm4": ("Glm4", dict(num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-5, tie_word_embeddings=False,
+                          attention_bias=True, pad_token_id=0,
+                          rope_parameters=default_rope(10000.0) | dict(partial_rotary_factor=0.5)), LENGTHS),
+    # Eight kv heads: on eight devices the norm of all of a token's heads crosses devices.
+    "olmo2": ("Olmo2", dict(hidden_size=64, num_attention_heads=8, num_key_value_heads=8, rms_norm_eps=1e-6,
+                            intermediate_size=40, num_hidden_layers=2, tie_word_embeddings=False, pad_token_id=0,
+                            rope_parameters=default_rope(500000.0)), LENGTHS),
+    "granite": ("Granite", dict(num_key_value_heads=2, rms_norm_eps=1e-5, tie_word_embeddings=True,
+                                embedding_multiplier=6.0, attention_multiplier=0.2, residual_multiplier=0.4,
+                                logits_scaling=3.0, attention_bias=True, mlp_bias=True,
+                                rope_parameters=default_rope(10000.0)), LENGTHS),
 }
+
+
+# Prompts whose greedy continuation a golden also holds, of the families that came after the engine's own golden.
+GREEDY = dict.fromkeys(("gemma2", "gemma3", "phi3-window", "glm", "glm4", "olmo2", "granite", "qwen3-yarn-rope"),
+                       (5, 20, 40)) | {"phi3-longrope": (34, 40, 60)}  # fmt: skip
+NEW_TOKENS = 16
 
 
 # Published checkpoints mostly carry the fields of transformers 4; these do too, the others are in 5's style.
 # The value is the name of the rope type's field, which changed within 4.
-OLD_STYLE_CONFIG = {"llama3-rope": "rope_type", "llama-linear-rope": "type", "qwen2-mixed-window": "rope_type"}
+OLD_STYLE_CONFIG = {"llama3-rope": "rope_type", "llama-linear-rope": "type", "qwen2-mixed-window": "rope_type",
+                    "llama-dynamic-rope": "type", "qwen3-yarn-rope": "type", "gemma2": "rope_type",
+                    "gemma3": "rope_type", "phi3-longrope": "type", "glm4": "rope_type", "olmo2": "rope_type",
+                    "granite": "rope_type"}  # fmt: skip
 
 
 def rewrite_in_old_style(path: Path) -> None:
     config = json.loads(path.read_text())
     rope = config.pop("rope_parameters")
+    if "full_attention" in rope:  # Gemma 3
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        config["sliding_window_pattern"] = config.pop("_sliding_window_pattern")
+        rope = rope["full_attention"]
     config["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    if "original_max_position_embeddings" in config:  # Phi-3: transformers puts it in both places
+        rope.pop("original_max_position_embeddings")
     rope[OLD_STYLE_CONFIG[path.parent.name]] = rope.pop("rope_type")
-    config["rope_scaling"] = rope if "factor" in rope else None
-    config.pop("layer_types", None)  # then max_window_layers says which layers slide
+    config["rope_scaling"] = rope if len(rope) > 1 else None
+    config.pop("layer_types", None)  # then other fields say which layers slide
     config["torch_dtype"] = config.pop("dtype")
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def randomize(model: torch.nn.Module, generator: torch.Generator) -> None:
-    """Matrices at twice the usual scale, norm weights in 1 +- 0.3, biases with std 0.3."""
+    """Matrices at twice the usual scale, norm factors in 1 +- 0.6, biases with std 0.3."""
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if "norm" in name:
-            parameter.data = 1.0 + 0.3 * noise.clamp(-2, 2)
+            center = 0.0 if type(model).__name__.startswith("Gemma") else 1.0  # Gemma multiplies by 1 + weight
+            parameter.data = center + 0.3 * noise.clamp(-2, 2)
         elif name.endswith("bias"):
             parameter.data = 0.3 * noise
         elif "embed_tokens" in name:
@@ -101,7 +169,7 @@ def randomize(model: torch.nn.Module, generator: torch.Generator) -> None:
 def make(index: int, name: str) -> None:
     family, fields, lengths = FAMILIES[name]
     config = getattr(transformers, f"{family}Config")(**(COMMON | fields))
-    model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.float32).eval()
+    model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).to(torch.float32).eval()
     randomize(model, torch.Generator().manual_seed(1000 + index))
     model.tie_weights()
     folder = HERE / name
@@ -119,11 +187,28 @@ def make(index: int, name: str) -> None:
             logits = model(torch.tensor(tokens[None].astype(np.int64)), use_cache=False).logits[0]
         arrays[f"tokens_{length}"] = tokens
         arrays[f"logits_{length}"] = logits.float().numpy()
+    for number, length in enumerate(GREEDY.get(name, ())):
+        arrays[f"prompt_{number}"], arrays[f"greedy_{number}"] = greedy(model, rng, length)
     np.savez_compressed(folder / "golden.npz", **arrays)
     size = sum(path.stat().st_size for path in folder.iterdir())
     assert size < 300_000, f"{name} takes {size} bytes"
     spread = arrays[f"logits_{lengths[-1]}"].std(axis=-1).mean()
     print(f"{name}: {size / 1024:.0f} KiB, std of logits {spread:.2f}")
+
+
+def greedy(model: torch.nn.Module, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """A prompt and what follows, without a cache: each token from all before it. Never are two tokens nearly equal."""
+    narrowest = 0.0
+    while narrowest < 2e-3:
+        prompt, narrowest = rng.integers(3, VOCAB, size=length), np.inf
+        tokens = prompt
+        for _ in range(NEW_TOKENS):
+            with torch.inference_mode():
+                logits = model(torch.tensor(tokens[None]), use_cache=False).logits[0, -1]
+            first, second = logits.topk(2).values.tolist()
+            narrowest = min(narrowest, first - second)
+            tokens = np.append(tokens, logits.argmax().item())
+    return prompt.astype(np.int32), tokens[length:].astype(np.int32)
 
 
 def make_sharded(source: str, name: str) -> None:
@@ -157,35 +242,59 @@ def check_reload(name: str) -> None:
             np.testing.assert_allclose(logits, golden[key.replace("tokens", "logits")], atol=1e-5)
 
 
+# Of a config: what a golden is about, taken away.
+EFFECTS = {
+    "mistral-window": dict(sliding_window=None),
+    "qwen2-mixed-window": dict(layer_types=["full_attention"] * 4),
+    "llama3-rope": dict(rope_parameters=default_rope(10000.0)),
+    "llama-linear-rope": dict(rope_parameters=default_rope(10000.0)),
+    "llama-dynamic-rope": dict(rope_parameters=default_rope(10000.0)),
+    "qwen3-yarn-rope": dict(rope_parameters=default_rope(10000.0)),
+    "gemma2 attention cap": dict(attn_logit_softcapping=None),
+    "gemma2 logit cap": dict(final_logit_softcapping=None),
+    "gemma2 window": dict(layer_types=["full_attention"] * 5),
+    "gemma2 scale": dict(query_pre_attn_scalar=8),
+    "gemma3 window": dict(layer_types=["full_attention"] * 8),
+    "gemma3 local rope": dict(rope_parameters=dict.fromkeys(
+        ("full_attention", "sliding_attention"), dict(rope_type="linear", rope_theta=1000000.0, factor=8.0))),
+    "phi3-window": dict(sliding_window=None),
+    "phi3-longrope": dict(original_max_position_embeddings=128),  # the short factors, and another magnitude
+    "glm4 partial": dict(rope_parameters=default_rope(10000.0) | dict(partial_rotary_factor=1.0)),
+    "granite embedding": dict(embedding_multiplier=1.0),
+    "granite attention": dict(attention_multiplier=10**-0.5),
+    "granite residual": dict(residual_multiplier=1.0),
+    "granite logits": dict(logits_scaling=1.0),
+}
+
+
 def check_effects() -> None:
     """Proves that what a golden is about acts on its logits: without it they differ by far more than a tolerance."""
-    changes = {
-        "mistral-window": dict(sliding_window=None),
-        "qwen2-mixed-window": dict(layer_types=["full_attention"] * 4),
-        "llama3-rope": dict(rope_parameters=default_rope(10000.0)),
-        "llama-linear-rope": dict(rope_parameters=default_rope(10000.0)),
-    }
-    for name, change in changes.items():
+    for effect, change in EFFECTS.items():
+        name = effect.split()[0]
+        golden = np.load(HERE / name / "golden.npz")
+        length = max(FAMILIES[name][2])
         family = FAMILIES[name][0]
         config = getattr(transformers, f"{family}Config").from_pretrained(HERE / name)
         for key, value in change.items():
             setattr(config, key, value)
-        model = getattr(transformers, f"{family}ForCausalLM").from_pretrained(
+        model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM").from_pretrained(
             HERE / name, config=config, dtype=torch.float32, attn_implementation="eager")
-        golden = np.load(HERE / name / "golden.npz")
         with torch.inference_mode():
-            logits = model(torch.tensor(golden["tokens_65"][None].astype(np.int64))).logits[0].numpy()
-        difference = np.abs(logits - golden["logits_65"]).max()
-        assert difference > 0.1, f"{name}: {change} changes the logits by {difference} only"
-        print(f"{name}: without it the logits differ by {difference:.2f}")
+            logits = model(torch.tensor(golden[f"tokens_{length}"][None].astype(np.int64))).logits[0].numpy()
+        difference = np.abs(logits - golden[f"logits_{length}"]).max()
+        assert difference > 0.1, f"{effect}: {change} changes the logits by {difference} only"
+        print(f"{effect}: without it the logits differ by {difference:.2f}")
 
 
 def main() -> None:
     torch.set_num_threads(1)
+    names = sys.argv[1:] or [*FAMILIES, "llama-sharded"]
     for index, name in enumerate(FAMILIES):
-        make(index, name)
-    make_sharded("llama-gqa-tied", "llama-sharded")
-    for name in (*FAMILIES, "llama-sharded"):
+        if name in names:
+            make(index, name)
+    if "llama-sharded" in names:
+        make_sharded("llama-gqa-tied", "llama-sharded")
+    for name in names:
         check_reload(name)
     check_effects()
     versions = {

@@ -12,8 +12,8 @@ from checkpoints.load import load_params
 from checkpoints.open import open_checkpoint
 from model.batch import StepBatch
 from model.config import ModelConfig
-from model.families.common import param_sources
-from model.families.registry import read_config
+from model.families.names import may_be_left_over
+from model.families.registry import param_sources, read_config
 from model.transformer import Transformer, abstract_model, param_axes, with_params
 from pallas_kernels.ragged_paged_attention.api import KVLayout
 from pallas_kernels.ragged_paged_attention.xla import ragged_paged_attention
@@ -21,17 +21,17 @@ from sharding.mesh import make_mesh, parse_mesh
 from sharding.rules import axis_rules
 
 
-def load(path: Path, mesh: str = "1x1", dtype=jnp.float32) -> Transformer:
+def load(path: Path, mesh: str = "1x1", dtype=jnp.float32, context: int | None = None) -> Transformer:
     checkpoint = open_checkpoint(path)
-    config = read_config(checkpoint.config)
+    config = read_config(checkpoint.config, context)
     rules = axis_rules(make_mesh(parse_mesh(mesh)), num_heads=config.num_heads, num_kv_heads=config.num_kv_heads)
     model = abstract_model(config, rules, ragged_paged_attention, dtype)
     axes = param_axes(model)
     shapes = {path: shape for path, (shape, _) in axes.items()}
     shardings = {path: rules.sharding(names, shape) for path, (shape, names) in axes.items()}
-    ignore = ("lm_head.weight",) if config.tie_embeddings else ()
     assert checkpoint.source is not None
-    params = load_params(checkpoint.source, param_sources(config), shapes, shardings, dtype, ignore=ignore)
+    params = load_params(checkpoint.source, param_sources(config, shapes), shapes, shardings, dtype,
+                         ignore=may_be_left_over(config))
     return with_params(model, params)
 
 

@@ -1,0 +1,70 @@
+"""Gemma 2 and the text part of Gemma 3: norms on both sides of attention and MLP that multiply by 1 + weight, scaled
+embeddings, local layers between global ones."""
+
+from typing import Any
+
+from model.config import QKVO, ModelConfig
+from model.families.common import ConfigReader, UnsupportedModel, base_fields, biases, window_layers
+from model.families.names import LLAMA, Names
+
+_GELU = "gelu_pytorch_tanh"
+
+
+def read_gemma2(reader: ConfigReader) -> ModelConfig:
+    """Every other layer is local. Attention scores and logits are capped."""
+    fields = _fields(reader)
+    window = reader.take("sliding_window", 4096)
+    layers = window_layers(reader, reader.rope(fields["head_dim"]), window, default=lambda layer: layer % 2 == 0)
+    return ModelConfig(layers=layers, **fields)
+
+
+def read_gemma3(reader: ConfigReader) -> ModelConfig:
+    """All but every sixth layer are local, with a RoPE of their own. Query and key heads are normed."""
+    fields = _fields(reader)
+    period = int(reader.take("sliding_window_pattern", 6))
+    window = reader.take("sliding_window", 4096)
+    rope, local_rope = _ropes(reader, fields["head_dim"])
+    layers = window_layers(reader, rope, window, local_rope, default=lambda layer: (layer + 1) % period != 0)
+    return ModelConfig(layers=layers, qk_norm="head", **fields)
+
+
+def _fields(reader: ConfigReader) -> dict[str, Any]:
+    reader.insist("hidden_activation", _GELU)
+    reader.insist("hidden_act", _GELU, "gelu")  # early configs say "gelu" here; hidden_activation is what counts
+    reader.insist("use_bidirectional_attention", False)
+    fields = base_fields(reader, tied=True, head_dim=256)
+    return fields | dict(
+        activation="gelu_tanh",
+        norms="both",
+        norm_offset=1.0,
+        biases=biases(reader, "attention_bias", QKVO),
+        embedding_scale=fields["hidden_size"] ** 0.5,
+        attention_scale=float(reader.take("query_pre_attn_scalar", 256)) ** -0.5,
+        attention_soft_cap=reader.take("attn_logit_softcapping"),
+        logit_soft_cap=reader.take("final_logit_softcapping"),
+    )
+
+
+def _ropes(reader: ConfigReader, head_dim: int):
+    """Of global and of local layers: flat keys, or the newer `rope_parameters` with an object for each."""
+    both = reader.take_dict("rope_parameters")
+    found = []
+    for kind, scaling, theta_key, theta in (
+        ("full_attention", reader.take_dict("rope_scaling"), "rope_theta", 1_000_000.0),
+        ("sliding_attention", {}, "rope_local_base_freq", 10_000.0),
+    ):
+        parameters = {**scaling, **(both.pop(kind, None) or {})}
+        theta = parameters.pop("rope_theta", reader.take(theta_key, theta))
+        found.append(reader.resolve_rope(parameters, theta, head_dim))
+    if both:
+        raise UnsupportedModel(f"config.json: rope_parameters has {', '.join(both)}, which no layer uses")
+    return found
+
+
+def names(config: ModelConfig) -> Names:
+    return {
+        **LLAMA,
+        ("attention_out_norm", "scale"): "post_attention_layernorm.weight",
+        ("mlp_norm", "scale"): "pre_feedforward_layernorm.weight",
+        ("mlp_out_norm", "scale"): "post_feedforward_layernorm.weight",
+    }

@@ -1,0 +1,73 @@
+"""Which checkpoint tensors make each parameter: a table from a layer's parameters to names within
+`model.layers.<number>.`, mostly Llama's."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from checkpoints.tensors import ParamSource, Rows
+from model.config import ModelConfig
+
+Path = tuple[str, ...]
+
+# A tensor's name, or its name and the rows that are the parameter's where several are stored as one.
+Names = Mapping[Path, str | tuple[str, Rows]]
+
+_EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+
+LLAMA: Names = {
+    **{("attention", x): f"self_attn.{x}_proj.weight" for x in "qkvo"},
+    **{("attention", f"{x}_bias"): f"self_attn.{x}_proj.bias" for x in "qkvo"},
+    **{("attention", f"{x}_norm", "scale"): f"self_attn.{x}_norm.weight" for x in "qk"},
+    **{("mlp", x): f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")},
+    **{("mlp", f"{x}_bias"): f"mlp.{x}_proj.bias" for x in ("gate", "up", "down")},
+    ("attention_norm", "scale"): "input_layernorm.weight",
+    ("mlp_norm", "scale"): "post_attention_layernorm.weight",
+}
+
+
+def fused(name: str, parts: Mapping[Path, int]) -> Names:
+    """One tensor that holds several parameters, one below the other, each with this many rows."""
+    total, start, found = sum(parts.values()), 0, {}
+    for path, rows in parts.items():
+        found[path] = (name, Rows(start=start, stop=start + rows, total=total))
+        start += rows
+    return found
+
+
+def fused_qkv(config: ModelConfig) -> Names:
+    rows = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
+    return fused("self_attn.qkv_proj.weight", {("attention", x): n * config.head_dim for x, n in rows.items()})
+
+
+def fused_gate_up(config: ModelConfig) -> Names:
+    return fused("mlp.gate_up_proj.weight", {("mlp", x): config.intermediate_size for x in ("gate", "up")})
+
+
+def sources(config: ModelConfig, names: Names, paths: Iterable[Path]) -> dict[Path, ParamSource]:
+    """Of every parameter that the model has."""
+    return {path: _source(config, names, path) for path in paths}
+
+
+def _source(config: ModelConfig, names: Names, path: Path) -> ParamSource:
+    match path:
+        case ("embedding",):
+            return ParamSource(names=(_EMBEDDING,), stacked=False)
+        case ("head",):
+            return ParamSource(names=(_HEAD,), stacked=False)
+        case ("norm", "scale"):
+            return ParamSource(names=(_NORM,), stacked=False)
+        case ("stacks", stack, "layers", place, *of_layer):
+            layers = config.stacks[int(stack)].layers_at(int(place))
+        case _:
+            raise KeyError(f"no tensor is known for the parameter {'.'.join(path)}")
+    entry = names[tuple(of_layer)]
+    name, rows = (entry, None) if isinstance(entry, str) else entry
+    matrix = not path[-1].endswith(("bias", "scale"))  # Hugging Face stores [out, in]
+    source = ParamSource(names=tuple(f"model.layers.{layer}.{name}" for layer in layers), stacked=True,
+                         transpose=matrix)
+    return source if rows is None else replace(source, rows=rows)
+
+
+def may_be_left_over(config: ModelConfig) -> tuple[str, ...]:
+    """Tensors that a checkpoint may hold for nothing."""
+    return (_HEAD,) if config.tie_embeddings else ()
