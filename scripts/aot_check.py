@@ -49,7 +49,7 @@ class Check:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m scripts.aot_check", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m scripts.aot_check", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--target", choices=(*TARGETS, "all"), default="all")
     parser.add_argument("--only", default="", metavar="TEXT", help="lines whose name has TEXT in it")
     parser.add_argument("--quick", action="store_true", help="a subset of the shapes, as CI runs it")
@@ -118,19 +118,17 @@ def checks_for(target: Target) -> Iterator[Check]:
 
 def check_kernel(target: Target, case) -> Result:
     import jax
-    import numpy as np
 
     from scripts.aot.memory import block_bytes, kv_problem, temporaries
 
     started = time.perf_counter()
-    device = devices_of(target)[0]
-    mesh = jax.sharding.Mesh(np.array([device]), ("one",))
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    program = case.build(device)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), program.shapes)
-    jitted = jax.jit(program.fn, donate_argnums=program.donate)
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        block = block_bytes(jitted.trace(*shapes).jaxpr)
+    devices = devices_of(target)
+    program = case.build(devices)
+    mesh, jitted, shapes = program.on(devices)
+    block = program.block_bytes
+    if block is None and target.device.platform == "tpu":
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            block = block_bytes(jitted.trace(*shapes).jaxpr)
     compiled = compile_on(mesh, jitted, *shapes)
     limit = target.device.block_memory_bytes
     problem = f"{block:,} bytes of {limit:,}" if block is not None and block > limit else None

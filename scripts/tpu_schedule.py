@@ -15,6 +15,8 @@ To look at a kernel while writing it, use `schedule_of`:
             print(describe(schedule))
         hot = schedule_of(build, "v6e", 16)[0].hot       # innermost loop with most bundles
         print(hot.bundles / tokens_per_block, hot.spills, hot.slots)
+
+A case of scripts/aot/cases.py is built with the target's devices and gives a Program: schedule_of(case.build, "v6e").
 """
 
 import argparse
@@ -23,6 +25,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,7 @@ from scripts.aot.targets import (
     Target,
     TargetUnavailable,
     compile_for,
+    compile_on,
     devices_of,
     prepare_environment,
     quiet_stderr,
@@ -48,23 +52,29 @@ JAX_DECODE = ((8, 8), (16, 8), (8, 16), (16, 32))
 JAX_CHUNK = ((4, 32), (8, 32), (16, 32), (4, 64), (4, 128))
 
 
-def schedule_of(build: Callable[..., tuple], target: str, *args: Any, **kwargs: Any) -> list[Schedule]:
+def schedule_of(build: Callable[..., Any], target: str, *args: Any, **kwargs: Any) -> list[Schedule]:
     """Compiles what build(*args, **kwargs) returns for the target and reads each kernel's schedule.
 
-    build: picklable; returns (fn, arguments as ShapeDtypeStruct) or (fn, arguments, donated indices). It runs in a new
-    process, because libtpu reads its dump flags once. What it or the compiler raises is raised here.
+    build: picklable; returns (fn, arguments as ShapeDtypeStruct) or (fn, arguments, donated indices). Without arguments
+    it gets the target's devices and returns a Program. It runs in a new process, because libtpu reads its dump flags
+    once. What it or the compiler raises is raised here.
     """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(_compile_and_read, build, target, args, kwargs).result()
 
 
-def _compile_and_read(build: Callable[..., tuple], target: str, args: tuple, kwargs: dict) -> list[Schedule]:
+def _compile_and_read(build: Callable[..., Any], target: str, args: tuple, kwargs: dict) -> list[Schedule]:
     with tempfile.TemporaryDirectory(prefix="tpu-schedule-") as folder:
         prepare_environment()
         os.environ["LIBTPU_INIT_ARGS"] = DUMP_FLAGS.format(folder=folder)
         with quiet_stderr():
-            fn, arguments, *donate = build(*args, **kwargs)
-            compile_for(TARGETS[target], fn, arguments, donate=donate[0] if donate else ())
+            if args or kwargs:
+                fn, arguments, *donate = build(*args, **kwargs)
+                compile_for(TARGETS[target], fn, arguments, donate=donate[0] if donate else ())
+            else:
+                devices = devices_of(TARGETS[target])
+                mesh, jitted, shapes = build(devices).on(devices)
+                compile_on(mesh, jitted, *shapes)
         return read_dump(Path(folder))
 
 
@@ -82,7 +92,7 @@ def describe(schedule: Schedule) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m scripts.tpu_schedule", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m scripts.tpu_schedule", description=(__doc__ or "").split("\n")[0])
     tpus = [name for name, target in TARGETS.items() if target.device.platform == "tpu"]
     parser.add_argument("--target", choices=tpus, action="append", help="default: v6e and v7x; may be given twice")
     parser.add_argument("--only", default="", metavar="TEXT", help="shapes whose name has TEXT in it")
@@ -110,21 +120,16 @@ def print_loops(target: Target, text: str) -> None:
     for case in CASES:
         if case.platform == "tpu" and text in case.name:
             print(f"\n{target.name}: {case.name}")
-            for schedule in schedule_of(_build_case, target.name, case.build, target.name):
+            for schedule in schedule_of(case.build, target.name):
                 if schedule.loops:
                     print(describe(schedule), flush=True)
 
 
-def _build_case(build: Callable[[Any], Any], target: str) -> tuple:
-    program = build(devices_of(TARGETS[target])[0])
-    return program.fn, program.shapes, program.donate
-
-
 def print_report(target: Target, shapes: list[str], *, with_jax: bool) -> None:
     device = target.device
-    print(f"\n{target.name} ({device.kinds[0]}, {device.clock_hz / 1e9:.2f} GHz, {device.hbm_bandwidth / 1e12:.2f} TB/s)\n"
-          "bundles: of the loop that computes, without masks; masked: the same at an edge; spills: of vector registers, to\n"
-          "memory and back, in that loop; DMA: the time of the block's bytes at full bandwidth, in bundles; units: slots used")
+    print(f"\n{target.name} ({device.kinds[0]}, {device.clock_hz / 1e9:.2f} GHz, {device.hbm_bandwidth / 1e12:.2f} TB/s)")
+    print("bundles: of the loop that computes, without masks; masked: the same at an edge; spills: vector registers to\n"
+          "memory and back in that loop; DMA: the time of the block's bytes at full bandwidth, in bundles; units: slots used")
     for step in ("decode", "chunk"):
         unit = "bundles a KV token" if step == "decode" else "bundles a (query, key, head) pair, chunk of 512"
         print(f"\n  {step}: {unit}")
@@ -143,8 +148,7 @@ def measures(target: Target, name: str, step: str, *, with_jax: bool):
 
     shape, rows, page_size = ATTENTION[name], DECODE if step == "decode" else MIXED, PAGE_SIZE["tpu"]
     try:
-        build = _Build(ragged_paged, (shape, rows, "mosaic_tpu"))
-        schedules = schedule_of(_build_case, target.name, build, target.name)
+        schedules = schedule_of(partial(ragged_paged, shape, rows, "mosaic_tpu"), target.name)
         if step == "decode":
             yield "ours", decode_measure(schedules, shape, page_size, rows.num_rows, target.device)
         else:
@@ -156,8 +160,7 @@ def measures(target: Target, name: str, step: str, *, with_jax: bool):
     found, reason = [], "no block sizes were tried"
     for pages, queries in tqdm(JAX_DECODE if step == "decode" else JAX_CHUNK, desc=f"jax {name} {step}", leave=False):
         try:
-            build = _Build(jax_ragged_paged, (shape, rows, pages, queries))
-            schedules = schedule_of(_build_case, target.name, build, target.name)
+            schedules = schedule_of(partial(jax_ragged_paged, shape, rows, pages, queries), target.name)
             found.append(jax_measure(schedules, shape, pages, queries, page_size))
         except Exception as error:
             reason = _reason(error)
@@ -167,16 +170,6 @@ def measures(target: Target, name: str, step: str, *, with_jax: bool):
 
 def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:150]}"
-
-
-class _Build:
-    """make(*args, device), picklable."""
-
-    def __init__(self, make: Callable, args: tuple):
-        self.make, self.args = make, args
-
-    def __call__(self, device: Any) -> Any:
-        return self.make(*self.args, device)
 
 
 def print_line(target: Target, shape: str, kernel: str, measure: Any, step: str) -> None:

@@ -7,13 +7,11 @@ computed side by side; the cost counted is that of all groups, without masks. ja
 
 from dataclasses import dataclass
 
-import jax.numpy as jnp
-
 from pallas_kernels.devices import Device
-from pallas_kernels.ragged_paged_attention.api import AttentionSpec
 from pallas_kernels.ragged_paged_attention.mosaic_tpu import config
 from pallas_kernels.ragged_paged_attention.mosaic_tpu.wrapper import _problem
 from scripts.aot.bundles import Loop, Schedule
+from scripts.aot.cases import attention_spec
 from scripts.aot.models import AttentionShape
 
 
@@ -64,17 +62,10 @@ def named(schedules: list[Schedule], text: str) -> Schedule:
     return next(schedule for schedule in schedules if text in schedule.kernel)
 
 
-def _spec(shape: AttentionShape, page_size: int) -> AttentionSpec:
-    return AttentionSpec(
-        num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, page_size=page_size,
-        dtype=jnp.dtype(jnp.bfloat16), kv_dtype=jnp.dtype(shape.kv_dtype),
-    )
-
-
 def decode_measure(schedules: list[Schedule], shape: AttentionShape, page_size: int, rows: int, device: Device
                    ) -> Measure:
     """Ours, rows of one token."""
-    problem = _problem(_spec(shape, page_size))
+    problem = _problem(attention_spec(shape, page_size))
     blocks = config.fit(config.decode_blocks(problem, rows), problem, device.vmem_bytes)
     loops = matrix_loops(named(schedules, "decode"))
     groups = problem.num_kv_heads // blocks.heads
@@ -90,7 +81,7 @@ def decode_measure(schedules: list[Schedule], shape: AttentionShape, page_size: 
 
 def chunk_measure(schedules: list[Schedule], shape: AttentionShape, page_size: int, device: Device) -> Measure:
     """Ours, a chunk that fills whole query blocks: the last pair of loops is that of the largest block."""
-    problem = _problem(_spec(shape, page_size))
+    problem = _problem(attention_spec(shape, page_size))
     blocks = config.fit(config.mixed_blocks(problem), problem, device.vmem_bytes)
     loops = matrix_loops(named(schedules, "mixed"))
     if len(loops) != 2 * len(blocks.query_rows):

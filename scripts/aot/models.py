@@ -38,14 +38,43 @@ ATTENTION = {
     )
 }
 
-# DeepSeek-V3: 128 heads over 8 devices share one latent of 512 and one rotary key of 64 a token.
-LATENT = {"deepseek-v3/8": {"num_heads": 16, "latent": 512, "rope": 64, "layers": 61}}
 
-# Mixtral: 8 experts, two a token, D 4096, F 14336, whole and with F over 8.
+@dataclass(frozen=True, kw_only=True)
+class LatentShape:
+    name: str
+    num_heads: int
+    latent_dim: int = 512
+    rope_dim: int = 64
+
+
+# DeepSeek-V3: 128 heads share one latent of 512 and one rotary key of 64 a token; whole, and with the heads over 8.
+LATENT = {
+    shape.name: shape
+    for shape in (LatentShape(name="deepseek-v3", num_heads=128), LatentShape(name="deepseek-v3/8", num_heads=16))
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsShape:
+    """One product of a mixture of experts, of one device. top: experts a token."""
+
+    name: str
+    experts: int
+    top: int
+    d: int
+    f: int
+    weight_dtype: str = "bfloat16"
+
+
 EXPERTS = {
-    "mixtral-8x7b up": {"experts": 8, "d": 4096, "f": 14336},
-    "mixtral-8x7b/8 up": {"experts": 8, "d": 4096, "f": 1792},
-    "mixtral-8x7b/8 down": {"experts": 8, "d": 1792, "f": 4096},
+    shape.name: shape
+    for shape in (
+        ExpertsShape(name="mixtral-8x7b up", experts=8, top=2, d=4096, f=14336),
+        ExpertsShape(name="mixtral-8x7b/8 up", experts=8, top=2, d=4096, f=1792),
+        ExpertsShape(name="mixtral-8x7b/8 down", experts=8, top=2, d=1792, f=4096),
+        ExpertsShape(name="mixtral-8x7b/8 up int8", experts=8, top=2, d=4096, f=1792, weight_dtype="int8"),
+        ExpertsShape(name="deepseek-v3/8 up", experts=32, top=8, d=7168, f=2048),
+    )
 }
 
 

@@ -42,7 +42,7 @@ def compile_step(target: Target, step: StepConfig, backend_name: str, shape: Ste
         path: jax.ShapeDtypeStruct(shape, dtype, sharding=rules.sharding(axes, shape))
         for path, (shape, axes) in param_axes(model).items()
     }
-    structure, weights = nnx.split(with_params(model, params))
+    structure, weights = nnx.split(with_params(model, params))  # type: ignore[arg-type]
     row_pages = -(-step.max_model_len // page_size)
 
     def fn(weights, state, packed):
