@@ -98,7 +98,7 @@ def ragged_paged(shape: AttentionShape, rows: Rows, backend_name: str, devices: 
     def fn(q, k, v, pages, layer, table, lengths, cu_q_lens, distribution, sinks):
         return backend.attend(q, k, v, pages, layer, table, lengths, cu_q_lens, distribution, sinks=sinks, **static)
 
-    block_bytes = _gpu_block_bytes(shape, rows) if backend.name == "mosaic_gpu" else None
+    block_bytes = _gpu_block_bytes(shape, rows) if backend_name == "mosaic_gpu" else None
     smallest = int(np.prod(layout.scales_shape)) * 4 if layout.quantized else layout.page_bytes * layout.num_pages
     return Program(fn=fn, inputs=inputs, donate=(3,), kv_bytes=layout.page_bytes * layout.num_pages,
                    layer_bytes=smallest // LAYERS, block_bytes=block_bytes)
@@ -187,8 +187,8 @@ def ring_attention(shape: AttentionShape, tokens: int, kv_len: int, backend_name
     mesh = jax.sharding.Mesh(np.array(devices), (RING_AXIS,))
     spec = attention_spec(shape, page_size)
     backend = ring.choose_backend(backend_name, spec, devices[0])
+    paged = choose_backend(backend_name, spec, devices[0])
     per_row = -(-kv_len // page_size)
-    paged = choose_backend(KIND.get(devices[0].platform, "xla") if backend_name != "xla" else "xla", spec, devices[0])
     page_bytes = paged.layout(LAYERS, 1, shape.num_kv_heads).page_bytes
     layout = paged.layout(LAYERS, max(per_row + 1, pool_bytes // page_bytes), shape.num_kv_heads)
     config = backend.config(num_tokens=tokens, num_rows=1, row_pages=per_row, devices=count, row_dim=layout.row_dim,
@@ -208,8 +208,9 @@ def ring_attention(shape: AttentionShape, tokens: int, kv_len: int, backend_name
         )
 
     def local(*arrays):
-        q, k, v, pages, slots, *where = (array[0] for array in arrays)
-        plan = ring.ring_plan(ring.write_positions(slots, *where), *where, axis_name=RING_AXIS, config=config,
+        q, k, v, pages, slots, table, lengths, cu_q_lens, positions = (array[0] for array in arrays)
+        slots = ring.write_positions(slots, table, lengths, cu_q_lens, positions)
+        plan = ring.ring_plan(slots, table, lengths, cu_q_lens, positions, axis_name=RING_AXIS, config=config,
                               window=shape.window)
         out, pages = backend.attend(q, k, v, pages, jnp.int32(1), plan, scale=shape.head_dim**-0.5)
         return out[None], pages[None]

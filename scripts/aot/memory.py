@@ -3,30 +3,27 @@
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import numpy as np
 
 
-def kernels_of(closed_jaxpr: Any) -> Iterator[Any]:
-    """Every pallas_call equation, also inside loops, branches and jitted functions."""
-    for equation in closed_jaxpr.jaxpr.eqns:
+def kernels_of(jaxpr: Any) -> Iterator[Any]:
+    """Every pallas_call equation of a jaxpr, closed or not, also inside loops, branches and jitted functions."""
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if equation.primitive.name == "pallas_call":
             yield equation
             continue
         for value in equation.params.values():
             for inner in value if isinstance(value, (list, tuple)) else [value]:
-                if hasattr(inner, "jaxpr") and hasattr(inner.jaxpr, "eqns"):
+                if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
                     yield from kernels_of(inner)
-                elif hasattr(inner, "eqns"):
-                    yield from kernels_of(jax.extend.core.ClosedJaxpr(inner, ()))
 
 
-def block_bytes(closed_jaxpr: Any) -> int | None:
+def block_bytes(jaxpr: Any) -> int | None:
     """VMEM of the kernel that asks for most: its scratch, and two buffers of each block that the pipeline moves.
 
     None without a TPU kernel. What the compiler keeps beside it (spilled registers, copies) is not in it.
     """
-    sizes = [_kernel_bytes(equation) for equation in kernels_of(closed_jaxpr)]
+    sizes = [_kernel_bytes(equation) for equation in kernels_of(jaxpr)]
     return max((size for size in sizes if size is not None), default=None)
 
 
