@@ -7,8 +7,8 @@ that all heads attend to one shared row per token, of which the values are the f
 
 A step is ragged as in `pallas_kernels.ragged_paged_attention.api`; a row's tokens, lengths and pages mean the same.
 
-Axis letters: T tokens, S rows, N query heads, R latent numbers, E rope numbers, L layers, P pages, M pages of the longest row;
-pages are [..., rows, numbers of a row] as the backend's layout says.
+Axis letters: T tokens, S rows, N query heads, R latent numbers, E rope numbers, L layers, P pages, M pages of the
+longest row; a page is [rows, numbers of a row] as the backend's layout says.
 """
 
 from dataclasses import dataclass

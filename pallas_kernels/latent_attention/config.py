@@ -1,6 +1,6 @@
 """Block sizes of the kernels, and the memory they take.
 
-Axis letters: N query heads (padded), R latent numbers, E rope numbers (padded), C numbers of a row of two tokens;
+Axis letters: N query heads (padded), R latent numbers, E rope numbers, C numbers of a row of two tokens;
 W tokens of a KV block, Q tokens of a query block, M = Q * N rows of a query block.
 """
 
@@ -18,21 +18,25 @@ def round_up(x: int, multiple: int) -> int:
     return -(-x // multiple) * multiple
 
 
+SMALL = 256  # tokens attended at once where fewer than a config says are left: the width of an MXU
+
+
 @dataclass(frozen=True, kw_only=True)
 class TPUBlocks:
-    """kv_tokens: fetched at once, whole pages. compute_tokens: of those, attended at once. buffers: KV blocks in flight
-    or in use. query_tokens: of a query block of rows that have several new tokens."""
+    """kv_tokens: fetched at once, whole pages. decode_tokens: of those, attended at once by a decode row. chunk_tokens:
+    by a query block of a longer row, which has query_tokens tokens. buffers: KV blocks in flight or in use."""
 
     kv_tokens: int
-    compute_tokens: int
+    decode_tokens: int
+    chunk_tokens: int
     query_tokens: int
     buffers: int = 3
 
     def __post_init__(self):
-        if self.kv_tokens % self.compute_tokens:
-            raise ValueError(f"{self.kv_tokens=} must be a multiple of {self.compute_tokens=}")
-        if self.compute_tokens % (2 * LANES):
-            raise ValueError(f"{self.compute_tokens=} must be a multiple of {2 * LANES}, two registers' lanes")
+        for name in ("decode_tokens", "chunk_tokens"):
+            size = getattr(self, name)
+            if self.kv_tokens % size or size % SMALL:
+                raise ValueError(f"{name}={size} must divide {self.kv_tokens=} and be a multiple of {SMALL}")
         if self.buffers < 2:
             raise ValueError(f"{self.buffers=} must be at least 2, to fetch one block while another is read")
         if self.query_tokens < 2:
@@ -51,35 +55,50 @@ class Problem:
     kv_itemsize: int
 
     def estimate(self, blocks: TPUBlocks) -> Estimate:
-        """Of a decode row of 4,096 tokens, with the memory of the larger launch, that of longer rows."""
+        """Of a decode row and a chunk's token against 4,096 tokens, with the memory of the larger launch.
+
+        The instructions between steps are as the compiler's schedule for v6e has them (scripts.tpu_schedule).
+        """
+        length, token = 4096, self.latent_dim + self.rope_dim
         queries = blocks.query_tokens * self.heads
-        token = self.latent_dim + self.rope_dim
+
+        def working(rows: int, tokens: int) -> int:  # scores, weights, weighted values: what does not fit in registers
+            return 4 * rows * (3 * tokens + self.latent_dim)
+
         pages = blocks.buffers * blocks.kv_tokens * token * self.kv_itemsize
-        q_and_out = queries * (blocks.buffers * (self.latent_dim + LANES) + 2 * self.latent_dim + 2 * LANES) * self.itemsize
+        q_and_out = queries * ((blocks.buffers + 2) * (self.latent_dim + LANES) + 2 * LANES) * self.itemsize
         running = 4 * queries * (self.latent_dim + 2 * LANES)
-        spilled = 4 * queries * (3 * blocks.compute_tokens + self.latent_dim)  # scores, weights, a block's output
-        fetched = round_up(4096, blocks.kv_tokens)
+        spilled = max(working(self.heads, blocks.decode_tokens), working(queries, blocks.chunk_tokens))
+        between = 300 * length / blocks.kv_tokens + 150 * length / blocks.decode_tokens
+        between += (300 * length / blocks.kv_tokens + 150 * length / blocks.chunk_tokens) / blocks.query_tokens
         return Estimate(
-            hbm_bytes=fetched * token * self.kv_itemsize,
-            flops=2 * fetched * self.heads * (token + self.latent_dim),
+            hbm_bytes=length * token * self.kv_itemsize,
+            flops=2 * 2 * length * self.heads * (token + self.latent_dim),
             block_bytes=pages + q_and_out + running + spilled + 2 * MiB,
-            fixed_seconds=fetched / blocks.compute_tokens * 1e-7,
+            fixed_seconds=between / 1.75e9,
         )
 
     def candidates(self) -> Sequence[TPUBlocks]:
-        """The first of equal cost is taken: some megabytes in flight, and enough queries to keep the MXU busy."""
         return [
-            TPUBlocks(kv_tokens=kv_tokens, compute_tokens=compute, query_tokens=query, buffers=buffers)
-            for query in (max(2, rows // self.heads) for rows in (1024, 512, 256, 128))
-            for kv_tokens in (1024, 2048, 512)
-            for compute in (512, 1024, 256)
+            TPUBlocks(
+                kv_tokens=kv_tokens, decode_tokens=min(kv_tokens, decode), chunk_tokens=chunk, query_tokens=query,
+                buffers=buffers,
+            )
+            for query in sorted({max(2, rows // self.heads) for rows in (1024, 512, 256, 128)}, reverse=True)
+            for kv_tokens in (2048, 1024, 512)
+            for decode in (2048, 1024, 512)
+            for chunk in (512, 256)
             for buffers in (3, 2)
-            if kv_tokens % compute == 0 and kv_tokens % self.page_size == 0
-        ]
+            if kv_tokens % self.page_size == 0
+        ]  # fmt: skip
 
     def blocks(self, device: Device) -> TPUBlocks:
-        shape = {"N": self.heads, "R": self.latent_dim, "B": self.page_size, "bytes": self.kv_itemsize}
-        return choose("latent_attention/mosaic_tpu", shape, self.candidates(), self.estimate, device)
+        return choose("latent_attention/mosaic_tpu", self.shape, self.candidates(), self.estimate, device)
+
+    @property
+    def shape(self) -> dict[str, int | str]:
+        """The key of the tuned tables."""
+        return {"N": self.heads, "R": self.latent_dim, "B": self.page_size, "bytes": self.kv_itemsize}
 
     def check(self, blocks: TPUBlocks, device: Device) -> None:
         if blocks.kv_tokens % self.page_size:

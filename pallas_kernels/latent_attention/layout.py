@@ -13,7 +13,7 @@ import jax.numpy as jnp
 @dataclass(frozen=True, kw_only=True)
 class LatentLayout:
     """[L, P, B, R + E]: a token's row is its latent and its rotated key. In pairs: [L, P, B / 2, 2 * (R + E)], the
-    latents of tokens 2i and 2i + 1 and then their rotated keys, for hardware whose rows are 128 numbers wide and E = 64:
+    latents of tokens 2i and 2i + 1 and then their rotated keys, for hardware with rows of 128 numbers, and E = 64:
     nothing is padded, and all parts start at a register's first lane.
 
     Page 0 is scratch: padding tokens may be written there and nobody reads it.

@@ -27,7 +27,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.devices import DEVICES, Device, device_of_kind
 from pallas_kernels.interpret import tpu_params
-from pallas_kernels.latent_attention.config import LANES, SUBLANES, Problem, TPUBlocks, round_up
+from pallas_kernels.latent_attention.config import LANES, SMALL, SUBLANES, Problem, TPUBlocks, round_up
 from pallas_kernels.latent_attention.layout import LatentLayout, pair_rows
 from pallas_kernels.latent_attention.spec import LatentSpec
 from pallas_kernels.latent_attention.worklist import QueryBlocks, chunk_blocks, decode_blocks, page_writes
@@ -35,7 +35,6 @@ from pallas_kernels.latent_attention.write_tpu import token_in_row, write_pages
 
 _MASKED = -1e30  # the score of what may not be seen; finite, so that differences are never NaN
 _LOWEST = -1e29  # no maximum is lower: exp2(MASKED - LOWEST) is 0, also where nothing is seen
-_SMALL = 256  # tokens attended at once where fewer than the config says are left
 _LOG2_E = 1.4426950408889634
 
 
@@ -58,25 +57,28 @@ def latent_attention(
     q_rope = jnp.concatenate([q_rope, q_rope], axis=-1)
     new = jnp.concatenate([latent, rope], axis=-1).astype(kv_pages.dtype)
     interpret = tpu_params() if interpret is True else interpret
-    layer = jnp.asarray(layer, jnp.int32).reshape(1)
+    # Layers and pages as one axis, and the table's entries in it: less scalar work for each page.
+    shape = kv_pages.shape
+    kv_pages = kv_pages.reshape(-1, *shape[2:])
+    page_table = page_table + layer * shape[1]
     table = page_table.reshape(-1)
     attend = functools.partial(_attend, pages_of_row=page_table.shape[1], scale=scale, soft_cap=soft_cap,
-                               blocks=blocks, interpret=interpret)  # fmt: skip
+                               blocks=blocks, vmem_bytes=device.vmem_bytes, interpret=interpret)  # fmt: skip
 
     items = decode_blocks(kv_lens, cu_q_lens, distribution, blocks.kv_tokens)
     pairs = pair_rows(jnp.repeat(new[:num_rows, None], 2, axis=1), latent_dim)  # [S, 1, C], the token in both places
     tiles = jnp.repeat(pairs, SUBLANES, axis=1)
     out = jax.ShapeDtypeStruct(q_latent.shape, q_latent.dtype)
-    out, kv_pages = attend(items, layer, table, q_latent, q_rope, tiles, kv_pages, out, query_tokens=1)
+    out, kv_pages = attend(items, table, q_latent, q_rope, tiles, kv_pages, out, query_tokens=1)
     if num_tokens > num_rows:
         writes = page_writes(num_tokens, page_size, page_table, kv_lens, cu_q_lens, distribution)
-        kv_pages = write_pages(writes, layer, new, kv_pages, latent_dim=latent_dim, interpret=interpret)
+        kv_pages = write_pages(writes, new, kv_pages, latent_dim=latent_dim, interpret=interpret)
         items = chunk_blocks(num_tokens, kv_lens, cu_q_lens, distribution, blocks.kv_tokens, blocks.query_tokens)
         seen = None if tree_mask is None else _bits(tree_mask)
-        out, kv_pages = attend(items, layer, table, q_latent, q_rope, seen, kv_pages, out,
+        out, kv_pages = attend(items, table, q_latent, q_rope, seen, kv_pages, out,
                                query_tokens=blocks.query_tokens,
                                tree_nodes=0 if tree_mask is None else 32 * tree_mask.shape[1])  # fmt: skip
-    return out[:, :num_heads], kv_pages
+    return out[:, :num_heads], kv_pages.reshape(shape)
 
 
 def _device(interpret) -> Device:
@@ -121,8 +123,8 @@ def layout(**fields) -> LatentLayout:
 
 
 def _attend(
-    items: QueryBlocks, layer, table, q_latent, q_rope, extra, kv_pages, out, *,
-    pages_of_row, scale, soft_cap, blocks: TPUBlocks, query_tokens, tree_nodes=0, interpret,
+    items: QueryBlocks, table, q_latent, q_rope, extra, kv_pages, out, *,
+    pages_of_row, scale, soft_cap, blocks: TPUBlocks, vmem_bytes, query_tokens, tree_nodes=0, interpret,
 ):  # fmt: skip
     """One launch. `extra`: decode: rows of the new tokens [S, 16, C]; else: trees as bits [T, 1, bits], or None. `out`
     is the array to write into, or its shape."""
@@ -133,13 +135,14 @@ def _attend(
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     aliased = [] if isinstance(out, jax.ShapeDtypeStruct) else [out]
     extras = [] if extra is None else [extra]
-    scalars = [layer, table, *items]
+    scalars = [table, *items]
     operands = [*scalars, q_latent, q_rope, *extras, *aliased, kv_pages]
     per_item = () if decode else (query_tokens,)
     extra_buffers = [] if extra is None else [pltpu.VMEM((depth, *per_item, *extra.shape[1:]), extra.dtype)]
     kernel = functools.partial(
         _kernel, has_extra=extra is not None, aliased=bool(aliased), decode=decode, pages_of_row=pages_of_row,
-        scale=scale, soft_cap=soft_cap, compute_tokens=blocks.compute_tokens, tree_nodes=tree_nodes,
+        scale=scale, soft_cap=soft_cap, compute_tokens=blocks.decode_tokens if decode else blocks.chunk_tokens,
+        tree_nodes=tree_nodes,
     )  # fmt: skip
     dtype = q_latent.dtype
     return pl.pallas_call(
@@ -150,7 +153,7 @@ def _attend(
             in_specs=[anywhere] * (len(operands) - len(scalars)),
             out_specs=[anywhere, anywhere],
             scratch_shapes=[
-                pltpu.VMEM((depth, blocks.kv_tokens // 2, kv_pages.shape[3]), kv_pages.dtype),
+                pltpu.VMEM((depth, blocks.kv_tokens // 2, kv_pages.shape[2]), kv_pages.dtype),
                 pltpu.VMEM((depth, query_tokens, heads, latent_dim), dtype),
                 pltpu.VMEM((depth, query_tokens, heads, LANES), dtype),
                 *extra_buffers,
@@ -167,18 +170,18 @@ def _attend(
         ),
         out_shape=[jax.ShapeDtypeStruct(q_latent.shape, dtype), jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype)],
         input_output_aliases={len(operands) - 1: 1, **({len(operands) - 2: 0} if aliased else {})},
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=100 * 1024 * 1024, disable_bounds_checks=True),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=vmem_bytes, disable_bounds_checks=True),
         interpret=interpret,
         name=f"latent_attention_{'decode' if decode else 'chunks'}",
     )(*operands)
 
 
 def _kernel(
-    # Scalars: layer [1], page table [S * M], query blocks.
-    layer, table, row, start, tokens, position, kv_len, new, steps, count, total,
+    # Scalars: page table [S * M], query blocks.
+    table, row, start, tokens, position, kv_len, new, steps, count, total,
     *refs, has_extra, aliased, decode, pages_of_row, scale, soft_cap, compute_tokens, tree_nodes,
 ):  # fmt: skip
-    # Inputs in HBM: q_latent [T, N, R], q_rope [T, N, 128], extra, (out), (pages [L, P, B / 2, C], aliased).
+    # Inputs in HBM: q_latent [T, N, R], q_rope [T, N, 128], extra, (out), (pages [L * P, B / 2, C], aliased).
     q_latent_hbm, q_rope_hbm, *rest = refs
     extra_hbm = rest.pop(0) if has_extra else None
     if aliased:
@@ -188,7 +191,7 @@ def _kernel(
     out, q_even_odd, acc, highest, weight_sum, kv_sem, q_sem, out_sem, write_sem = rest
     depth, kv_rows, row_dim = kv.shape
     kv_tokens = 2 * kv_rows
-    page_rows = pages.shape[2]
+    page_rows = pages.shape[1]
     page_size = 2 * page_rows
     _, query_tokens, heads, latent_dim = q_latent.shape
     queries = query_tokens * heads
@@ -204,10 +207,15 @@ def _kernel(
     def pages_in(item, block):
         return jnp.minimum(pl.cdiv(seen_len(item), page_size) - block * block_pages, block_pages)
 
-    def page_copy(item, block, slot, i):
-        page = table[row[item] * pages_of_row + block * block_pages + i]
-        rows = pl.ds(pl.multiple_of(i * page_rows, SUBLANES), page_rows)
-        return copy(pages.at[layer[0], page], kv.at[slot, rows], kv_sem.at[slot])
+    def page_copies(item, block, slot):
+        first = row[item] * pages_of_row + block * block_pages
+        mine, sem = kv.at[slot], kv_sem.at[slot]
+
+        def page_copy(i):
+            rows = pl.ds(pl.multiple_of(i * page_rows, SUBLANES), page_rows)
+            return copy(pages.at[table[first + i]], mine.at[rows], sem)
+
+        return page_copy
 
     def token_copies(item, i):
         token, slot = start[item] + i, lax.rem(item, depth)
@@ -225,7 +233,7 @@ def _kernel(
         page = table[row[item] * pages_of_row + position[item] // page_size]
         at = pl.multiple_of(lax.rem(position[item], page_size) // 2 // SUBLANES * SUBLANES, SUBLANES)
         slot = lax.rem(item, depth)
-        return copy(extra.at[slot], pages.at[layer[0], page, pl.ds(at, SUBLANES)], write_sem.at[slot])
+        return copy(extra.at[slot], pages.at[page, pl.ds(at, SUBLANES)], write_sem.at[slot])
 
     def for_each(count, do):
         """In fours, whose scalar work overlaps."""
@@ -242,7 +250,8 @@ def _kernel(
     def fetch(step, item, block):
         """Starts the copies of one KV block, with the first of an item also those of its queries."""
         slot = lax.rem(step, depth)
-        for_each(pages_in(item, block), lambda i: page_copy(item, block, slot, i).start())
+        page_copy = page_copies(item, block, slot)
+        for_each(pages_in(item, block), lambda i: page_copy(i).start())
 
         @pl.when(block == 0)
         def _():
@@ -304,7 +313,7 @@ def _kernel(
         return seen.reshape(queries, size)
 
     def tree_seen(item, index):
-        """1 where a token sees the key at a cache index: [Q, w]. A product with a shifted unit matrix moves the bits."""
+        """1 where a token sees the key at a cache index: [Q, w]. A shifted unit matrix moves the bits there."""
         bits = extra[lax.rem(item, depth)].reshape(query_tokens, -1)
         node = lax.broadcasted_iota(jnp.int32, (bits.shape[1], index.shape[1]), 0)
         place = jnp.where(node == index - (kv_len[item] - new[item]), 1.0, 0.0)
@@ -327,7 +336,7 @@ def _kernel(
             rows = pl.ds(pl.multiple_of(i * SUBLANES, SUBLANES), SUBLANES)
             kv[slot, rows] = jnp.zeros((SUBLANES, row_dim), kv.dtype)
 
-        first, tiles = at // SUBLANES + 1, _SMALL // 2 // SUBLANES
+        first, tiles = at // SUBLANES + 1, SMALL // 2 // SUBLANES
         lax.fori_loop(first, pl.cdiv(first, tiles) * tiles, clear, None)
 
     def begin(item):
@@ -352,19 +361,22 @@ def _kernel(
         slot = lax.rem(step, depth)
         last = block + 1 == steps[item]
         pl.when(block == 0)(lambda: begin(item))
-        for_each(pages_in(item, block), lambda i: page_copy(item, block, slot, i).wait())
+        page_copy = page_copies(item, block, slot)
+        for_each(pages_in(item, block), lambda i: page_copy(i).wait())
         pl.when(last)(lambda: finish_tokens(item, slot, block))
         length = jnp.minimum(seen_len(item) - block * kv_tokens, kv_tokens)
+        # In large steps, and what is left in small ones, which waste little.
         large = length // compute_tokens
-        small = pl.cdiv(length - large * compute_tokens, _SMALL)  # what is left, in steps that waste little
-        lax.fori_loop(
-            0, large, lambda i, _: attend(item, slot, block, i * (compute_tokens // 2), compute_tokens), None
-        )
-        if compute_tokens > _SMALL:
-            start_small = large * (compute_tokens // 2)
-            lax.fori_loop(
-                0, small, lambda i, _: attend(item, slot, block, start_small + i * (_SMALL // 2), _SMALL), None
-            )
+        small = pl.cdiv(length - large * compute_tokens, SMALL)
+
+        def step_of(size, first):
+            return lambda i, _: attend(item, slot, block, first + i * (size // 2), size)
+
+        if compute_tokens > SMALL:
+            lax.fori_loop(0, large, step_of(compute_tokens, 0), None)
+            lax.fori_loop(0, small, step_of(SMALL, large * (compute_tokens // 2)), None)
+        else:
+            lax.fori_loop(0, large + small, step_of(SMALL, 0), None)
         pl.when(last)(lambda: finish(item))
         return ahead, advance(item, block)
 

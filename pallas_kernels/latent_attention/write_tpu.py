@@ -21,15 +21,15 @@ from pallas_kernels.latent_attention.layout import pair_rows
 from pallas_kernels.latent_attention.worklist import PageWrites
 
 
-def write_pages(writes: PageWrites, layer, new, kv_pages, *, latent_dim: int, interpret=False):
-    """kv_pages [L, P, B / 2, C] with the tokens `new` [T, R + E] in place, donated. layer [1]."""
-    num_tokens, (page_rows, row_dim) = new.shape[0], kv_pages.shape[2:]
+def write_pages(writes: PageWrites, new, kv_pages, *, latent_dim: int, interpret=False):
+    """kv_pages [P, B / 2, C] with the tokens `new` [T, R + E] in place, donated."""
+    num_tokens, (page_rows, row_dim) = new.shape[0], kv_pages.shape[1:]
     # The window of a page that starts before the new tokens, or ends after them, lies in the array all the same.
     before, after = 2 * page_rows, round_up(num_tokens, 2 * SUBLANES) - num_tokens + 2 * (page_rows + SUBLANES)
     new = jnp.pad(new, ((before, after + 1), (0, 0)))
     pairs = jnp.stack([pair_rows(new[:-1], latent_dim), pair_rows(new[1:], latent_dim)])  # [2, rows, C]
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    scalars = [layer, *writes]
+    scalars = list(writes)
     return pl.pallas_call(
         functools.partial(_kernel, latent_dim=latent_dim),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -60,7 +60,7 @@ def token_in_row(shape: tuple[int, int], latent_dim: int):
     return jnp.where(second, 1, 0)
 
 
-def _kernel(layer, page, first, end, source, count, pairs, _, pages, old, window, read_sem, write_sem, *, latent_dim):
+def _kernel(page, first, end, source, count, pairs, _, pages, old, window, read_sem, write_sem, *, latent_dim):
     page_rows, size = old.shape[1], window.shape[1]
 
     def at(i):  # the row of `pairs` that the page's first would be
@@ -70,12 +70,12 @@ def _kernel(layer, page, first, end, source, count, pairs, _, pages, old, window
         slot = lax.rem(i, 2)
         rows = pl.ds(pl.multiple_of(at(i) // SUBLANES * SUBLANES, SUBLANES), size)
         parity = lax.rem(source[i] + 2 * page_rows, 2)
-        yield pltpu.make_async_copy(pages.at[layer[0], page[i]], old.at[slot], read_sem.at[slot])
+        yield pltpu.make_async_copy(pages.at[page[i]], old.at[slot], read_sem.at[slot])
         yield pltpu.make_async_copy(pairs.at[parity, rows], window.at[slot], read_sem.at[slot])
 
     def write(i):
         slot = lax.rem(i, 2)
-        return pltpu.make_async_copy(old.at[slot], pages.at[layer[0], page[i]], write_sem.at[slot])
+        return pltpu.make_async_copy(old.at[slot], pages.at[page[i]], write_sem.at[slot])
 
     def start(i):
         for copy in reads(i):

@@ -32,7 +32,7 @@ def check(case: Case, backend: str = "xla", dtype: str = "float32", rope_dim: in
         num_heads=case.heads[0], latent_dim=case.head_dim, rope_dim=rope_dim, page_size=case.page_size,
         dtype=jnp.dtype(dtype), kv_dtype=jnp.dtype(before.dtype),
     )  # fmt: skip
-    chosen = choose_backend(backend, spec, jax.devices("cpu")[0])
+    chosen = choose_backend(backend, spec, jax.devices()[0])
     layout = chosen.layout(LAYERS, before.shape[1])
     options = dict(case.options)
     tree = {"tree_mask": options.pop("tree_mask")} if "tree_mask" in options else {}
