@@ -1,9 +1,9 @@
 """Decoding over context-sharded pages: each device attends to its own tokens, partial softmaxes merge over the axis.
 
-Every device has the queries of all rows; per row and layer one maximum, one sum and one vector of H a head cross the network.
+Every device has the queries of all rows; per row, layer and head one maximum, one sum and one vector cross the network.
 
-Axis letters: S rows, N query heads, K kv heads, G = N / K, H head dim, P pages, B page tokens, M pages of the longest row,
-W tokens of a KV block.
+Axis letters: S rows, N query heads, K kv heads, G = N / K, H head dim, R numbers of K in a stored row, P pages,
+B page tokens, M pages of the longest row, W tokens of a KV block.
 """
 
 import jax
@@ -12,9 +12,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.ring_attention import pages
+from pallas_kernels.ring_attention.plan import NOWHERE
 from pallas_kernels.ring_attention.xla import Partial, attend, merge, nothing, see
+from quant.kv import QuantizedPages
 
-_KV_TOKENS = 128
+_KV_TOKENS = 128  # W, where a page has fewer
 
 
 def _slots(page_table, kv_lens, owned, page_size):
@@ -37,7 +39,7 @@ def context_decode_attention(
     q: Float[Array, "S N H"],
     k: Float[Array, "S K H"],
     v: Float[Array, "S K H"],
-    kv_pages: Float[Array, "L P 2 K B H"],
+    kv_pages: pages.KVPages,
     layer: Int[Array, ""],
     slot_positions: Int[Array, "P B"],
     page_table: Int[Array, "S M"],
@@ -50,46 +52,51 @@ def context_decode_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
-) -> tuple[Float[Array, "S N H"], Float[Array, "L P 2 K B H"]]:
+) -> tuple[Float[Array, "S N H"], pages.KVPages]:
     """One token a row. q, k, v, positions: the same on all devices of `axis_name`. The rest is the device's own.
 
     owned[s]: this device keeps row s's new token, in slot kv_lens[s] - 1; exactly one device of the axis does (for the
-    striped layout device `position % devices`). kv_lens: this device's tokens, the new one included where owned; 0 where it
-    has none. Rows in no use have kv_lens 0 everywhere and get zeros. The cost follows the longest row.
+    striped layout device `position % devices`). kv_lens: this device's tokens, the new one included where owned; 0
+    where it has none. Rows in no use have kv_lens 0 everywhere and get zeros. The cost follows the longest row.
     """
-    num_rows, num_kv_heads, page_size = q.shape[0], kv_pages.shape[3], kv_pages.shape[4]
-    packed = pages.is_packed(kv_pages, q.shape[2])
-    new = jnp.concatenate([k, v], -1)[:, None] if packed else jnp.stack([k, v], 1)  # [S, 2, K, H]
+    how, page_size = pages.stored(kv_pages, q.shape[2]), slot_positions.shape[1]
+    num_rows, heads = q.shape[0], how.num_kv_heads
     page, offset = _slots(page_table, kv_lens, owned, page_size)
-    kv_pages = kv_pages.at[layer, page, :, :, offset].set(new.astype(kv_pages.dtype), mode="promise_in_bounds")
+    kv_pages = jax.tree.map(
+        lambda pool, new: pool.at[layer, page, :, :, offset].set(new, mode="promise_in_bounds"),
+        kv_pages, pages.new_rows(k, v, kv_pages),
+    )  # fmt: skip
 
-    width = kv_pages.shape[5]
-    queries = (q.astype(jnp.float32) * scale).astype(q.dtype).reshape(num_rows, num_kv_heads, -1, q.shape[2])
-    queries = jnp.pad(queries, ((0, 0), (0, 0), (0, 0), (0, width - q.shape[2])))
+    queries = (q.astype(jnp.float32) * scale).astype(q.dtype).reshape(num_rows, heads, -1, q.shape[2])
+    queries = jnp.pad(queries, ((0, 0), (0, 0), (0, 0), (0, how.width - q.shape[2])))
     count = max(_KV_TOKENS // page_size, 1)  # pages of a block
     size = count * page_size
     table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % count)))
 
     def body(block, acc: Partial) -> Partial:
-        index = block * size + jnp.arange(size)
-        present = index < kv_lens[:, None]  # [S, W]
+        present = block * size + jnp.arange(size) < kv_lens[:, None]  # [S, W]
         here = jnp.where(present[:, ::page_size], lax.dynamic_slice_in_dim(table, block * count, count, 1), 0)
-        kv = kv_pages[layer, here].transpose(2, 0, 3, 1, 4, 5)  # [2, S, K, W / B, B, H]
-        kv = kv.reshape(*kv.shape[:3], size, width).astype(q.dtype)
-        held = jnp.where(present, slot_positions[here].reshape(num_rows, size), jnp.iinfo(jnp.int32).max)
-        visible = see(positions[:, None], held, window)[:, None]  # [S, 1, 1, W]
-        return merge(acc, attend(queries, kv[0], kv[-1], visible, present[:, None], soft_cap))
 
-    acc = nothing(queries.shape[:3], width)
-    acc = lax.fori_loop(0, -(-kv_lens.max() // size), body, acc)
+        def read(pool):  # [S, W / B, 2, K, B, ...] to [2, S, K, W, ...]
+            kv = jnp.moveaxis(pool[layer, here], (2, 1), (0, 3))
+            return kv.reshape(*kv.shape[:3], size, *kv.shape[5:])
+
+        kv, scales = read(pages.values_of(kv_pages)), None
+        if isinstance(kv_pages, QuantizedPages):
+            scales = read(kv_pages.scales)
+        held = jnp.where(present, slot_positions[here].reshape(num_rows, size), NOWHERE)
+        visible = see(positions[:, None], held, window)[:, None]  # [S, 1, 1, W]
+        return merge(acc, attend(queries, kv, scales, visible, present[:, None], soft_cap))
+
+    acc = lax.fori_loop(0, -(-kv_lens.max() // size), body, nothing(queries.shape[:3], how.width))
     maximum = lax.pmax(acc.maximum, axis_name)
     weight = jnp.exp(acc.maximum - maximum)
     total = lax.psum(acc.total * weight, axis_name)
     output = lax.psum(acc.output * weight[..., None], axis_name)
     if sinks is not None:
-        sink = sinks.astype(jnp.float32).reshape(num_kv_heads, -1)
+        sink = sinks.astype(jnp.float32).reshape(heads, -1)
         highest = jnp.maximum(maximum, sink)
         keep = jnp.exp(maximum - highest)
         total, output = total * keep + jnp.exp(sink - highest), output * keep[..., None]
-    output = (output / jnp.maximum(total, 1e-30)[..., None])[..., q.shape[2] if packed else 0 :]
+    output = (output / jnp.maximum(total, 1e-30)[..., None])[..., how.value_at : how.value_at + q.shape[2]]
     return output.reshape(q.shape).astype(q.dtype), kv_pages

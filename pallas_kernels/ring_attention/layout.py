@@ -1,7 +1,7 @@
 """Which token goes to which device: the layouts of a sequence over the `context` axis, on the host.
 
-Causal attention over contiguous pieces leaves the first devices idle: device 0 sees its own piece only. Two layouts give
-every device the same work:
+Causal attention over contiguous pieces leaves the first devices idle: device 0 sees its own piece only. Two layouts
+give every device the same work:
 - striped: token t lives on device t mod D. Every step of the ring is a triangle (Brandon et al., arXiv 2311.09431).
 - zigzag: 2 D pieces, device i holds pieces i and 2 D - 1 - i (Llama 3's context parallelism): one early, one late.
 

@@ -4,23 +4,26 @@
         |                                        |
         +-- blocks of W tokens to VMEM           +-- blocks to VMEM: flash attention, query tile by query tile
 
-The buffers (two of R blocks) are in HBM, as are the accumulators of tiles that a later step will go on with; in VMEM
-everything that moves has two buffers: while a block is attended the next one arrives, also across tiles, and while a tile is
+The buffers (two of R blocks) are in HBM, as are the accumulators of tiles that a later step will go on with. In VMEM
+whatever moves has two buffers: while a block is attended the next one arrives, also across tiles; while a tile is
 worked on the next tile's queries and accumulators arrive and the last one's leave.
 
-Flow control. Each device grants its left neighbour two credits at the start, one for each buffer, and one more whenever it is
-done with a buffer: attended, and sent on. A send takes one credit, so nothing arrives in a buffer in use, however far
-one device runs ahead. A send's number decides its buffer on both sides. Whether a source's blocks travel at all
-in a step follows from plan.hops, which all devices know; nobody waits for what nobody sends. Devices meet at a barrier
-first, so that no neighbour writes into a buffer that still belongs to an earlier operation.
+Scores are made transposed, keys down and queries across: maxima and sums over keys are then plain vector operations
+between registers, and a tile's maxima and sums are dense rows.
 
-A small kernel before it writes the new tokens' pages, in place. It is one of its own because XLA gives a kernel with a barrier
-outputs at addresses that are the same on all devices, which a donated argument does not have: with the cache as output of
-the ring kernel, the compiler copies it whole in and out (seen in the memory analysis for v5e, v6e and v7x). As an input that is
-only read it stays where it is.
+Flow control. Each device has two credits at the start, one for each buffer of its right neighbour, and gets one more
+whenever that is done with a buffer: attended, and sent on. A send takes one credit, so nothing arrives in a buffer in
+use, however far one device runs ahead. A send's number decides its buffer on both sides. Whether a source's blocks
+travel at all in a step follows from plan.hops, which all devices know; nobody waits for what nobody sends. Devices meet
+at a barrier first, so that no neighbour writes into a buffer that still belongs to an earlier operation.
 
-Axis letters: N query heads, K kv heads, G = N / K, H lanes of a row of the cache, B page tokens; D devices; J tiles of
-Q tokens, U rounds, R blocks of a round, C blocks in all, W tokens of a block, Y 2 (K and V) or 1 (packed).
+A small kernel before it writes the new tokens' pages, in place. It is one of its own because XLA gives a kernel with a
+barrier outputs at addresses that are the same on all devices, which a donated argument does not have: with the cache
+as an output of the ring kernel the compiler copies it whole, in and out (seen in its memory analysis for v6e). As an
+input that is only read it stays where it is.
+
+Axis letters: K kv heads, G query heads for each of them, H numbers in a row of the cache, B page tokens; D devices;
+J tiles of Q tokens; U rounds of R blocks, C blocks in all, W tokens of a block; Y 2 (K and V) or 1 (side by side).
 """
 
 from functools import partial
@@ -32,16 +35,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.devices import device_of_kind
 from pallas_kernels.interpret import tpu_params
+from pallas_kernels.ragged_paged_attention.spec import AttentionSpec
 from pallas_kernels.ring_attention import pages
-from pallas_kernels.ring_attention.config import MiB, RingShape, check_fit, vmem_bytes
+from pallas_kernels.ring_attention.config import LANES, Problem, check_fit, vmem_bytes
 from pallas_kernels.ring_attention.plan import Items, RingPlan
+from quant.kv import QuantizedPages
 
 _MASKED = -1e30
 _LOWEST = -1e29
-_LANES = 128
+_LOG2_E = 1.4426950408889634
+_PIECE = 128  # queries (times heads of a group) at a time: scores of 512 keys fill the registers
 _COLLECTIVE_ID = 11  # kernels with another pattern of communication must use another one
-_VMEM_SLACK = 4 * MiB  # for what the compiler keeps beside our buffers
 
 
 class _Scalars(NamedTuple):
@@ -57,25 +63,27 @@ class _Scalars(NamedTuple):
 
 
 class _Hbm(NamedTuple):
-    queries: Any  # [J, K, Q G, H]
+    queries: Any  # [J, K, H, Q G]
     query_positions: Any  # [J, 1, Q G]
     key_positions: Any  # [D * C, 1, W]
     kv_pages: Any  # [L, P, Y, K, B, H]
     ring: Any  # [2, R, W / B, Y, K, B, H]
-    acc: Any  # [J, K, Q G, H] float32
-    stat: Any  # [J, K, Q G, 128] float32: the maximum in the first half of the lanes, the sum in the second
-    out: Any  # [J, K, Q G, H]
+    acc: Any  # [J, K, H, Q G] float32
+    maximum: Any  # [J, K, 1, Q G] float32
+    total: Any  # [J, K, 1, Q G] float32
+    out: Any  # [J, K, H, Q G]
 
 
 class _Vmem(NamedTuple):
-    queries: Any  # [2, K, Q G, H]
+    queries: Any  # [2, K, H, Q G]
     query_positions: Any  # [2, 1, Q G]
-    query_column: Any  # [Q G, 128]
-    acc: Any  # [2, K, Q G, H]
-    stat: Any  # [2, K, Q G, 128]
-    out: Any  # [K, Q G, H]
+    acc: Any  # [2, K, H, Q G]
+    maximum: Any  # [2, K, 1, Q G]
+    total: Any  # [2, K, 1, Q G]
+    out: Any  # [K, H, Q G]
     kv: Any  # [2, W / B, Y, K, B, H]
     key_positions: Any  # [2, 1, W]
+    key_column: Any  # [W, 128]
 
 
 class _Semaphores(NamedTuple):
@@ -99,6 +107,7 @@ class _Static(NamedTuple):
     window: int | None
     soft_cap: float | None
     has_sinks: bool
+    piece: int
 
 
 class _Step(NamedTuple):
@@ -139,7 +148,8 @@ class _Kernel:
         for own in (True, False):
             @pl.when(step.own == own)
             def _(own=own):
-                _for_each(self._pages_of(step, block), lambda page: body(page, self._source_page(step, block, page, own)))
+                _for_each(
+                    self._pages_of(step, block), lambda page: body(page, self._source_page(step, block, page, own)))
 
     def enter(self) -> None:
         barrier = pltpu.get_barrier_semaphore()
@@ -246,7 +256,8 @@ class _Kernel:
         @pl.when(self.smem.items.is_first[at] == 0)
         def _():
             move(hbm.acc, vmem.acc)
-            move(hbm.stat, vmem.stat)
+            move(hbm.maximum, vmem.maximum)
+            move(hbm.total, vmem.total)
 
     def _store(self, at, slot, start: bool) -> None:
         """Starts, or waits for, the copy of an item's result: the output, or accumulators for a later step."""
@@ -263,7 +274,8 @@ class _Kernel:
         @pl.when(self.smem.items.is_last[at] == 0)
         def _():
             move(vmem.acc.at[slot], hbm.acc)
-            move(vmem.stat.at[slot], hbm.stat)
+            move(vmem.maximum.at[slot], hbm.maximum)
+            move(vmem.total.at[slot], hbm.total)
 
     def attend(self, step: _Step) -> None:
         """All items of a step, none of them empty."""
@@ -314,57 +326,63 @@ class _Kernel:
 
     def _begin(self, at, slot) -> None:
         vmem = self.vmem
-        rows = vmem.query_column.shape[0]
-        # Positions come as a dense row; masks want them down a column.
-        vmem.query_column[...] = jnp.broadcast_to(vmem.query_positions[slot], (_LANES, rows)).T
 
         @pl.when(self.smem.items.is_first[at] == 1)
         def _():
             vmem.acc[slot] = jnp.zeros(vmem.acc.shape[1:], jnp.float32)
-
-            def one_head(head):
-                if self.static.has_sinks:  # a key that was seen first, with a value of zeros
-                    maximum, total = jnp.broadcast_to(self.sinks[head], (_LANES, rows)).T, 1.0
-                else:
-                    maximum, total = jnp.full((rows, _LANES), _LOWEST, jnp.float32), 0.0
-                vmem.stat[slot, head] = jnp.where(_in_first_half((rows, _LANES)), maximum, total)
-
-            _for_each(vmem.acc.shape[1], one_head)
+            if self.static.has_sinks:  # a key that was seen first, with a value of zeros
+                vmem.maximum[slot] = self.sinks[...]
+                vmem.total[slot] = jnp.ones(vmem.total.shape[1:], jnp.float32)
+            else:
+                vmem.maximum[slot] = jnp.full(vmem.maximum.shape[1:], _LOWEST, jnp.float32)
+                vmem.total[slot] = jnp.zeros(vmem.total.shape[1:], jnp.float32)
 
     def _block(self, step: _Step, block, slot, kv_slot, masked: bool) -> None:
-        """One tile against one block, head by head. Without `masked` all queries see all keys of the block."""
+        """One tile against one block, head by head. Without `masked` every query sees every key of the block."""
         vmem, static = self.vmem, self.static
-        place = lax.rem(step.at, static.devices)
-        self.visited[2 * place + masked] += 1
+        self.visited[2 * lax.rem(step.at, static.devices) + masked] += 1
+        valid = self.smem.block_valid[step.source * static.blocks + step.first_block + block]
+        size = vmem.key_column.shape[0]
+        if masked:  # positions come as a dense row, and the mask wants them down a column
+            vmem.key_column[...] = jnp.broadcast_to(vmem.key_positions[kv_slot], (LANES, size)).T
+
+        def one_head(head):
+            key, value = (
+                vmem.kv[kv_slot, :, part, head].reshape(size, -1).astype(vmem.queries.dtype)
+                for part in (0, vmem.kv.shape[2] - 1)
+            )
+            if masked:  # zeroed where no token is: 0 * NaN left there by an earlier owner would be NaN
+                present = lax.broadcasted_iota(jnp.int32, value.shape, 0) < valid
+                value = jnp.where(present, value, jnp.zeros_like(value))
+            value = value.T
+            pieces = [pl.ds(start, static.piece) for start in range(0, vmem.acc.shape[3], static.piece)]
+            coming = _dot(key, vmem.queries[slot, head, :, pieces[0]])
+            for i, rows in enumerate(pieces):  # the next piece's scores are made while this one's are weighed
+                scores = coming
+                if i + 1 < len(pieces):
+                    coming = _dot(key, vmem.queries[slot, head, :, pieces[i + 1]])
+                self._piece(scores, value, slot, head, rows, masked)
+
+        _for_each(vmem.acc.shape[1], one_head)
+
+    def _piece(self, scores, value, slot, head, rows, masked: bool) -> None:
+        """Some queries of a tile's head against a block: scores [W, rows], value [H, W]."""
+        vmem, static = self.vmem, self.static
+        if static.soft_cap is not None:
+            scores = static.soft_cap * jnp.tanh(scores / static.soft_cap)
         if masked:
-            keys, queries = vmem.key_positions[kv_slot], vmem.query_column[:, :1]  # [1, W], [Q G, 1]
+            keys, queries = vmem.key_column[:, :1], vmem.query_positions[slot, :, rows]  # [W, 1], [1, Q G]
             visible = keys <= queries
             if static.window is not None:
                 visible &= keys > queries - static.window
-            valid = self.smem.block_valid[step.source * static.blocks + step.first_block + block]
-
-        def one_head(head):
-            query = vmem.queries[slot, head]
-            key, value = (
-                vmem.kv[kv_slot, :, part, head].reshape(-1, query.shape[1]).astype(query.dtype)
-                for part in (0, vmem.kv.shape[2] - 1)
-            )
-            scores = _dot(query, key, 1)
-            if static.soft_cap is not None:
-                scores = static.soft_cap * jnp.tanh(scores / static.soft_cap)
-            if masked:
-                scores = jnp.where(visible, scores, _MASKED)
-                # Zeroed where no token is: 0 * NaN left there by an earlier owner would be NaN.
-                value = jnp.where(lax.broadcasted_iota(jnp.int32, value.shape, 0) < valid, value, jnp.zeros_like(value))
-            stat = vmem.stat[slot, head]
-            old, total = stat[:, :1], stat[:, _LANES // 2 : _LANES // 2 + 1]
-            maximum = jnp.maximum(old, scores.max(-1, keepdims=True))
-            weights, keep = jnp.exp(scores - maximum), jnp.exp(old - maximum)
-            total = total * keep + weights.sum(-1, keepdims=True)
-            vmem.stat[slot, head] = jnp.where(_in_first_half(stat.shape), maximum, total)
-            vmem.acc[slot, head] = vmem.acc[slot, head] * keep + _dot(weights.astype(value.dtype), value, 0)
-
-        _for_each(vmem.acc.shape[1], one_head)
+            scores = jnp.where(visible, scores, _MASKED)
+        old = vmem.maximum[slot, head, :, rows]
+        maximum = jnp.maximum(old, scores.max(0, keepdims=True))
+        weights, keep = jnp.exp2(scores - maximum), jnp.exp2(old - maximum)
+        vmem.maximum[slot, head, :, rows] = maximum
+        vmem.total[slot, head, :, rows] = vmem.total[slot, head, :, rows] * keep + weights.sum(0, keepdims=True)
+        vmem.acc[slot, head, :, rows] = (
+            vmem.acc[slot, head, :, rows] * keep + _dot(value, weights.astype(value.dtype)))
 
     def _finish(self, at, slot) -> None:
         vmem = self.vmem
@@ -372,8 +390,8 @@ class _Kernel:
         @pl.when(self.smem.items.is_last[at] == 1)
         def _():
             def one_head(head):
-                total = vmem.stat[slot, head][:, _LANES // 2 : _LANES // 2 + 1]
-                vmem.out[head] = (vmem.acc[slot, head] / jnp.maximum(total, 1e-30)).astype(vmem.out.dtype)
+                total = jnp.maximum(vmem.total[slot, head], 1e-30)
+                vmem.out[head] = (vmem.acc[slot, head] / total).astype(vmem.out.dtype)
 
             _for_each(vmem.acc.shape[1], one_head)
 
@@ -386,14 +404,9 @@ def _for_each(count, body) -> None:
     lax.fori_loop(0, count, step, 0)
 
 
-def _in_first_half(shape) -> jax.Array:
-    return lax.broadcasted_iota(jnp.int32, shape, 1) < _LANES // 2
-
-
-def _dot(a, b, contract_b: int) -> jax.Array:
+def _dot(a, b) -> jax.Array:
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    dims = (((1,), (contract_b,)), ((), ()))
-    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+    return lax.dot_general(a, b, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
 
 def _kernel(*refs, static: _Static):
@@ -403,8 +416,8 @@ def _kernel(*refs, static: _Static):
         return [next(refs) for _ in range(number)]
 
     smem = _Scalars(*take(6), Items(*take(7)))
-    inputs, (sinks,), outputs, (visited,) = take(4), take(1), take(4), take(1)
-    kernel = _Kernel(static, smem, _Hbm(*inputs, *outputs), _Vmem(*take(8)), _Semaphores(*take(6)), sinks, visited)
+    inputs, (sinks,), outputs, (visited,) = take(4), take(1), take(5), take(1)
+    kernel = _Kernel(static, smem, _Hbm(*(inputs + outputs)), _Vmem(*take(9)), _Semaphores(*take(6)), sinks, visited)
     for place in range(2 * static.devices):
         visited[place] = 0
     kernel.enter()
@@ -414,7 +427,10 @@ def _kernel(*refs, static: _Static):
 
 
 def _write_kernel(sizes, write_page, written, _, kv_pages, semaphore):
-    """written [Wp, Y, K, B, H] to the pages write_page [Wp] of kv_pages [L, P, Y, K, B, H], all in HBM; sizes: layer, Wp used."""
+    """written [Wp, Y, K, B, H] to the pages write_page [Wp] of kv_pages [L, P, Y, K, B, H], all in HBM.
+
+    sizes: layer, how many of Wp are in use.
+    """
 
     def copy(i):
         return pltpu.make_async_copy(written.at[i], kv_pages.at[sizes[0], write_page[i]], semaphore)
@@ -439,86 +455,111 @@ def write_pages(written, kv_pages, layer, plan: RingPlan, *, interpret: bool = F
     )(_integers(layer, plan.num_writes), plan.write_page.astype(jnp.int32), written, kv_pages)  # fmt: skip
 
 
+def _piece(rows: int) -> int:
+    return _PIECE if rows % _PIECE == 0 else rows
+
+
 def _integers(*values) -> jax.Array:
     return jnp.stack([jnp.asarray(value, jnp.int32) for value in values])
 
 
-def shape_of(q, kv_pages, plan: RingPlan) -> RingShape:
-    """What `config` needs to know, from the arrays of a call."""
-    blocks = plan.block_page.shape[0]
-    return RingShape(
-        num_tokens=q.shape[0], num_rows=1, row_pages=blocks * plan.block_page.shape[1], num_heads=q.shape[1],
-        num_kv_heads=kv_pages.shape[3], head_dim=q.shape[2], page_size=kv_pages.shape[4], devices=plan.count.shape[1],
-        dtype=q.dtype, kv_dtype=kv_pages.dtype, packed=pages.is_packed(kv_pages, q.shape[2]),
+def unsupported(spec: AttentionSpec, kind: str | None) -> str | None:
+    """Why the kernel cannot serve a spec on a device of this kind (None: simulated), or None."""
+    if spec.kv_dtype not in (jnp.bfloat16, jnp.float32):
+        return f"kv_dtype {jnp.dtype(spec.kv_dtype).name} is not bfloat16 or float32"
+    if kind is None:
+        return None
+    sublanes = 32 // jnp.dtype(spec.kv_dtype).itemsize
+    if spec.page_size % sublanes:
+        return f"page_size={spec.page_size} is not a multiple of {sublanes}, the rows of a tile of {spec.kv_dtype}"
+    return None
+
+
+def problem_of(q, kv_pages, plan: RingPlan) -> Problem:
+    """What `config` needs to know of a call."""
+    how = pages.stored(kv_pages, q.shape[2])
+    blocks, block_pages = plan.block_page.shape
+    return Problem(
+        num_tokens=q.shape[0], num_rows=1, row_pages=blocks * block_pages, num_heads=q.shape[1],
+        num_kv_heads=how.num_kv_heads, row_dim=how.row_dim, page_size=kv_pages.shape[4], devices=plan.count.shape[1],
+        dtype=q.dtype.name, kv_dtype=kv_pages.dtype.name, side_by_side=how.side_by_side,
     )  # fmt: skip
 
 
-def _check(shape: RingShape, plan: RingPlan) -> int:
+def _check(problem: Problem, plan: RingPlan) -> int:
     """The VMEM limit for the compiler. ValueError for what the hardware cannot do or hold."""
-    device = pltpu.get_tpu_info()
-    sublanes = 32 // jnp.dtype(shape.kv_dtype).itemsize
-    if shape.lanes % _LANES:
-        raise ValueError(f"rows of the cache have {shape.lanes} numbers and must be a multiple of {_LANES}: for head "
-                         f"size 64 use pages [L, P, 1, K, B, 128]")  # fmt: skip
-    if shape.page_size % sublanes:
-        raise ValueError(f"page_size={shape.page_size} must be a multiple of {sublanes} for {shape.kv_dtype}")
-    if plan.config.query_tokens * shape.group % _LANES:
-        raise ValueError(f"query_tokens={plan.config.query_tokens} times {shape.group} heads of a group must be a "
-                         f"multiple of {_LANES}")  # fmt: skip
-    check_fit(plan.config, shape, device.vmem_capacity_bytes - _VMEM_SLACK, device.smem_capacity_bytes)
-    return min(device.vmem_capacity_bytes, vmem_bytes(plan.config, shape)["total"] + _VMEM_SLACK)
+    if problem.lanes != (2 if problem.side_by_side else 1) * problem.row_dim:
+        raise ValueError(f"rows of the cache must be a multiple of {LANES} numbers, not {problem.row_dim}: for head "
+                         f"size 64 keep K and V side by side, [L, P, 1, K, B, 128]; else pad a head")  # fmt: skip
+    if plan.config.query_tokens * problem.group % LANES or plan.config.kv_tokens % LANES:
+        raise ValueError(f"query_tokens={plan.config.query_tokens} times {problem.group} heads of a group and "
+                         f"kv_tokens={plan.config.kv_tokens} must be multiples of {LANES}")  # fmt: skip
+    # "v6e", "7x": of the chip that is compiled for, which may not be here.
+    version = str(pltpu.get_tpu_info().chip_version.value)  # pyright: ignore[reportAttributeAccessIssue]
+    check_fit(plan.config, problem, device_of_kind(version if version.startswith("v") else f"v{version}"))
+    return sum(vmem_bytes(plan.config, problem).values())
 
 
 def ring_attention(q, k, v, kv_pages, layer, plan: RingPlan, *, scale, soft_cap=None, sinks=None, interpret=False):
-    """See `api.ring_attention`. Returns (out, kv_pages, visited): visited [2 D] counts the blocks computed in each step
-    of the ring, those without a mask and those with one."""
-    shape = shape_of(q, kv_pages, plan)
-    vmem_limit = None if interpret else _check(shape, plan)
-    width, num_kv_heads = kv_pages.shape[5], kv_pages.shape[3]
+    """See `api.RingFn`. Returns (out, kv_pages, visited): visited [2 D] counts the blocks computed in each step of the
+    ring, those without a mask and those with one."""
+    if isinstance(kv_pages, QuantizedPages):
+        raise ValueError("mosaic_tpu's ring attention has no quantized KV; backend 'xla' has")
+    how, problem = pages.stored(kv_pages, q.shape[2]), problem_of(q, kv_pages, plan)
+    vmem_limit = None if interpret else _check(problem, plan)
+    width, num_kv_heads = how.width, how.num_kv_heads
     rounds, devices = plan.count.shape
     blocks, block_pages = plan.block_page.shape
-    queries = pages.query_tiles(q, kv_pages, scale, plan)
-    tiles, _, rows, _ = queries.shape
+    # Scores in base 2, so that exp2, which is what the hardware has, needs no product before it.
+    queries = pages.query_tiles(q, kv_pages, scale * _LOG2_E, plan).swapaxes(2, 3)
+    tiles, rows = queries.shape[0], queries.shape[3]
     static = _Static(plan.axis_name, devices, tiles, rounds, blocks // rounds, blocks, block_pages, kv_pages.shape[4],
-                     plan.window, soft_cap, sinks is not None)  # fmt: skip
+                     plan.window, soft_cap and soft_cap * _LOG2_E, sinks is not None, _piece(rows))  # fmt: skip
     sink = jnp.zeros((num_kv_heads, 1, rows)) if sinks is None else (
-        pages.sink_rows(sinks, num_kv_heads, plan.config.query_tokens)[:, None])
-    kv_pages = write_pages(pages.pages_to_write(k, v, kv_pages, layer, plan), kv_pages, layer, plan, interpret=interpret)
+        pages.sink_rows(sinks * _LOG2_E, num_kv_heads, plan.config.query_tokens)[:, None])
+    written = pages.pages_to_write(k, v, kv_pages, layer, plan)
+    kv_pages = write_pages(written, kv_pages, layer, plan, interpret=interpret)
     scalars = _Scalars(
         _integers(layer, plan.num_rounds), plan.block_page, plan.block_valid, plan.round_blocks, plan.hops, plan.count,
         plan.items)  # fmt: skip
     prefetch = [a.astype(jnp.int32).reshape(-1) for a in jax.tree.leaves(scalars)]
     operands = [
-        queries, pages.rows_of_tile(plan.tile_position, shape.group)[:, None],
+        queries, pages.rows_of_tile(plan.tile_position, problem.group)[:, None],
         plan.block_position.reshape(-1, 1, plan.config.kv_tokens), kv_pages, sink,
     ]  # fmt: skip
-    struct, tile = jax.ShapeDtypeStruct, (num_kv_heads, rows)
+    struct = jax.ShapeDtypeStruct
     ring = (2, blocks // rounds, block_pages, *kv_pages.shape[2:])
     # HBM where ANY would let the compiler move a small cache, or the ring's buffers, to VMEM and back.
     any_memory, hbm = pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pltpu.HBM)
     dma = pltpu.SemaphoreType.DMA
     vmem = _Vmem(
-        pltpu.VMEM((2, *tile, width), q.dtype), pltpu.VMEM((2, 1, rows), jnp.int32), pltpu.VMEM((rows, _LANES), jnp.int32),
-        pltpu.VMEM((2, *tile, width), jnp.float32), pltpu.VMEM((2, *tile, _LANES), jnp.float32),
-        pltpu.VMEM((*tile, width), q.dtype), pltpu.VMEM((2, *ring[2:]), kv_pages.dtype),
-        pltpu.VMEM((2, 1, plan.config.kv_tokens), jnp.int32))  # fmt: skip
+        queries=pltpu.VMEM((2, num_kv_heads, width, rows), q.dtype),
+        query_positions=pltpu.VMEM((2, 1, rows), jnp.int32),
+        acc=pltpu.VMEM((2, num_kv_heads, width, rows), jnp.float32),
+        maximum=pltpu.VMEM((2, num_kv_heads, 1, rows), jnp.float32),
+        total=pltpu.VMEM((2, num_kv_heads, 1, rows), jnp.float32),
+        out=pltpu.VMEM((num_kv_heads, width, rows), q.dtype),
+        kv=pltpu.VMEM((2, *ring[2:]), kv_pages.dtype),
+        key_positions=pltpu.VMEM((2, 1, plan.config.kv_tokens), jnp.int32),
+        key_column=pltpu.VMEM((plan.config.kv_tokens, LANES), jnp.int32),
+    )
     semaphores = _Semaphores(dma((2,)), dma, dma((2,)), dma, dma((2,)), pltpu.SemaphoreType.REGULAR)
-    _, _, _, out, visited = pl.pallas_call(
+    *_, out, visited = pl.pallas_call(
         partial(_kernel, static=static),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetch), grid=(1,),
             in_specs=[any_memory] * 3 + [hbm, pl.BlockSpec(memory_space=pltpu.VMEM)],
-            out_specs=[hbm] * 3 + [any_memory, pl.BlockSpec(memory_space=pltpu.SMEM)],
+            out_specs=[hbm] * 4 + [any_memory, pl.BlockSpec(memory_space=pltpu.SMEM)],
             scratch_shapes=[*vmem, *semaphores],
         ),
         out_shape=[
-            struct(ring, kv_pages.dtype), struct((tiles, *tile, width), jnp.float32),
-            struct((tiles, *tile, _LANES), jnp.float32), struct(queries.shape, q.dtype),
-            struct((2 * devices,), jnp.int32),
+            struct(ring, kv_pages.dtype), struct(queries.shape, jnp.float32),
+            struct((tiles, num_kv_heads, 1, rows), jnp.float32), struct((tiles, num_kv_heads, 1, rows), jnp.float32),
+            struct(queries.shape, q.dtype), struct((2 * devices,), jnp.int32),
         ],
         compiler_params=pltpu.CompilerParams(
             collective_id=_COLLECTIVE_ID, has_side_effects=True, vmem_limit_bytes=vmem_limit),
         name="ring_attention",
         interpret=tpu_params() if interpret else False,
     )(*prefetch, *operands)  # fmt: skip
-    return pages.from_tiles(out, q.shape, shape.packed, plan), kv_pages, visited
+    return pages.from_tiles(out.swapaxes(2, 3), q.shape, how, plan), kv_pages, visited

@@ -1,54 +1,92 @@
 """Between tokens and what the kernels work on: whole pages to write, query tiles to attend.
 
-Two layouts of pages: [L, P, 2, K, B, H], K and V apart, and for head size 64 on a TPU [L, P, 1, K, B, 128], a token's K
-in the first half of a row and its V in the second. There queries get zeros behind them, so that a product with the row is
-one with K alone, and the second half of the weighted sum is the one of V.
+Two layouts of pages, as ragged paged attention's KVLayout has them: [L, P, 2, K, B, R], K and V apart, and side by side
+[L, P, 1, K, B, 2 R], a token's K and V in one row. R >= H, zeros behind a head. Queries get zeros behind them, so that
+a product with a row is one with K alone; the part of the weighted sum where V lies is the result.
 
-Axis letters: T tokens, N query heads, K kv heads, G = N / K, H head dim, P pages, B page tokens; J tiles of Q tokens.
+Axis letters: T tokens, N query heads, K kv heads, G = N / K, H head dim, R numbers of K in a stored row, P pages,
+B page tokens; J tiles of Q tokens.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ring_attention.plan import RingPlan
+from quant.kv import QuantizedPages, quantize_rows
+
+KVPages = jax.Array | QuantizedPages
 
 
-def is_packed(kv_pages: jax.Array, head_dim: int) -> bool:
-    """Whether K and V share a row; ValueError for any other layout than the two."""
-    parts, width = kv_pages.shape[2], kv_pages.shape[5]
-    if (parts, width) not in ((2, head_dim), (1, 2 * head_dim)):
-        raise ValueError(f"kv_pages {kv_pages.shape} must be [L, P, 2, K, B, {head_dim}] or [L, P, 1, K, B, {2 * head_dim}]")
-    return parts == 1
+class Stored(NamedTuple):
+    """How pages hold a head of H numbers."""
+
+    num_kv_heads: int
+    row_dim: int  # R
+    side_by_side: bool
+    value_at: int  # where V begins in a row of the values' half
+
+    @property
+    def width(self) -> int:
+        return 2 * self.row_dim if self.side_by_side else self.row_dim
 
 
-def pages_to_write(k: jax.Array, v: jax.Array, kv_pages: jax.Array, layer: jax.Array, plan: RingPlan) -> jax.Array:
-    """The pages plan.write_page as they will be, [Wp, 2, K, B, H]: new tokens where there are any, else the old bytes."""
-    joined = jnp.concatenate([k, v], -1)[:, None] if is_packed(kv_pages, k.shape[2]) else jnp.stack([k, v], 1)
-    new = joined.astype(kv_pages.dtype).at[plan.write_token].get(mode="clip")  # [Wp, B, 2, K, H]
-    fresh = plan.write_token < k.shape[0]
-    old = kv_pages[layer, plan.write_page]
-    return jnp.where(fresh[:, None, None, :, None], new.transpose(0, 2, 3, 1, 4), old)
+def stored(kv_pages: KVPages, head_dim: int) -> Stored:
+    """Read from the pages' shape; ValueError for any other than the two layouts."""
+    shape = values_of(kv_pages).shape
+    row = {2: shape[5], 1: shape[5] // 2}.get(shape[2], 0) if len(shape) == 6 else 0
+    if row < head_dim:
+        raise ValueError(f"kv_pages {shape} must be [L, P, 2, K, B, R] or [L, P, 1, K, B, 2 R] with R >= {head_dim}")
+    return Stored(shape[3], row, shape[2] == 1, row if shape[2] == 1 else 0)
 
 
-def query_tiles(q: jax.Array, kv_pages: jax.Array, scale: float, plan: RingPlan) -> jax.Array:
-    """[T, N, H] to scaled [J, K, Q G, H], zeros where a tile has no token; H as wide as the cache's rows."""
-    num_kv_heads, width = kv_pages.shape[3], kv_pages.shape[5]
-    if q.shape[1] % num_kv_heads:
-        raise ValueError(f"num_heads={q.shape[1]} must be a multiple of {num_kv_heads=}")
+def values_of(kv_pages: KVPages) -> jax.Array:
+    return kv_pages.values if isinstance(kv_pages, QuantizedPages) else kv_pages
+
+
+def new_rows(k: jax.Array, v: jax.Array, kv_pages: KVPages) -> KVPages:
+    """[T, K, H] each to rows as pages hold them, [T, 2, K, R] or [T, 1, K, 2 R]; scales [T, 2, K]."""
+    how, dtype = stored(kv_pages, k.shape[2]), values_of(kv_pages).dtype
+    both = jnp.stack([k, v], 1)
+    values, scales = quantize_rows(both, dtype) if isinstance(kv_pages, QuantizedPages) else (both.astype(dtype), None)
+    values = jnp.pad(values, ((0, 0),) * 3 + ((0, how.row_dim - k.shape[2]),))
+    if how.side_by_side:
+        values = values.swapaxes(1, 2).reshape(k.shape[0], 1, how.num_kv_heads, how.width)
+    return values if scales is None else QuantizedPages(values, scales)
+
+
+def pages_to_write(k: jax.Array, v: jax.Array, kv_pages: KVPages, layer: jax.Array, plan: RingPlan) -> KVPages:
+    """The pages plan.write_page as they will be, [Wp, 2, K, B, R]: new tokens where there are any, else old bytes."""
+    fresh = plan.write_token < k.shape[0]  # [Wp, B]
+
+    def merged(new, pages):
+        new = jnp.moveaxis(new.at[plan.write_token].get(mode="clip"), 1, 3)  # [Wp, 2, K, B, ...]
+        mask = fresh.reshape(fresh.shape[0], 1, 1, fresh.shape[1], *(1,) * (new.ndim - 4))
+        return jnp.where(mask, new, pages[layer, plan.write_page])
+
+    return jax.tree.map(merged, new_rows(k, v, kv_pages), kv_pages)
+
+
+def query_tiles(q: jax.Array, kv_pages: KVPages, scale: float, plan: RingPlan) -> jax.Array:
+    """[T, N, H] to scaled [J, K, Q G, width], zeros where a tile has no token and behind a head."""
+    how = stored(kv_pages, q.shape[2])
+    if q.shape[1] % how.num_kv_heads:
+        raise ValueError(f"num_heads={q.shape[1]} must be a multiple of num_kv_heads={how.num_kv_heads}")
     tiles, places = plan.tile_token.shape
     q = (q.astype(jnp.float32) * scale).astype(q.dtype)
-    q = q.at[plan.tile_token].get(mode="fill", fill_value=0).reshape(tiles, places, num_kv_heads, -1, q.shape[2])
-    q = q.transpose(0, 2, 1, 3, 4).reshape(tiles, num_kv_heads, -1, q.shape[4])
-    return jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, width - q.shape[3])))
+    q = q.at[plan.tile_token].get(mode="fill", fill_value=0)
+    q = q.reshape(tiles, places, how.num_kv_heads, -1, q.shape[3]).transpose(0, 2, 1, 3, 4)
+    q = q.reshape(tiles, how.num_kv_heads, -1, q.shape[4])
+    return jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, how.width - q.shape[3])))
 
 
-def from_tiles(out: jax.Array, shape: tuple[int, int, int], packed: bool, plan: RingPlan) -> jax.Array:
-    """[J, K, Q G, H] back to [T, N, H]; zeros for padding tokens."""
-    tiles, num_kv_heads = out.shape[:2]
-    places = plan.tile_token.shape[1]
-    if packed:
-        out = out[..., shape[2] :]
-    out = out.reshape(tiles, num_kv_heads, places, -1, shape[2]).transpose(0, 2, 1, 3, 4).reshape(tiles * places, *shape[1:])
+def from_tiles(out: jax.Array, shape: tuple[int, ...], how: Stored, plan: RingPlan) -> jax.Array:
+    """[J, K, Q G, width] back to [T, N, H]; zeros for padding tokens."""
+    tiles, places = plan.tile_token.shape
+    out = out[..., how.value_at : how.value_at + shape[2]]
+    out = out.reshape(tiles, how.num_kv_heads, places, -1, shape[2]).transpose(0, 2, 1, 3, 4)
+    out = out.reshape(tiles * places, *shape[1:])
     place = plan.token_place
     return jnp.where((place >= 0)[:, None, None], out[jnp.maximum(place, 0)], 0)
 

@@ -1,13 +1,13 @@
 """The plan of a ring: which query tile needs which KV block in which step. Made once a step, used by every layer.
 
-Queries are cut into tiles of Q tokens of one row, a device's KV into blocks of W tokens of one row, blocks into rounds of
-R. In a round every device's R blocks travel once around the ring. A device's work in a step of it is a list of items:
-a tile and a range of the resident blocks. What is masked for all of a tile is in no range, a tile without a range is in no
-list, and blocks that nobody further on needs are not sent on. Positions decide, not places, so every layout of the tokens
-is right; ascending positions within a row and device make the ranges tight.
+Queries are cut into tiles of Q tokens of one row, a device's KV into blocks of W tokens of one row, blocks into rounds
+of R. In a round every device's R blocks travel once around the ring. A device's work in a step of it is a list of
+items: a tile and a range of the resident blocks. What is masked for all of a tile is in no range, a tile without a
+range is in no list, and blocks that nobody further on needs are not sent on. Positions decide, not places, so every
+layout of the tokens is right; ascending positions within a row and device make the ranges tight.
 
 Axis letters: T tokens, S rows, M pages of the longest row, P pages, B page tokens (all of one device); D devices;
-J query tiles, Q tokens of a tile, C KV blocks (a multiple of R), W tokens of a block, R blocks of a round, U = C / R rounds.
+J query tiles of Q tokens; C KV blocks (a multiple of R) of W tokens; U = C / R rounds.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
-from pallas_kernels.ring_attention.config import RingConfig
+from pallas_kernels.ring_attention.config import RingConfig, num_tiles
 
 NOWHERE = np.iinfo(np.int32).max  # the position of a KV slot that holds nothing: after every query
 
@@ -42,7 +42,7 @@ class Items(NamedTuple):
     "num_rounds", "count", "items", "write_page", "write_token", "num_writes"))
 @dataclass(frozen=True, kw_only=True)
 class RingPlan:
-    """Arrays of one device. block_valid, block_position, round_blocks and hops know all devices, by the source device."""
+    """Arrays of one device. block_valid, block_position, round_blocks and hops are of all devices, by the source."""
 
     axis_name: str
     config: RingConfig
@@ -98,7 +98,7 @@ def ring_plan(
 ) -> RingPlan:
     """Called inside `shard_map` over `axis_name`; all arrays are the device's own. Gathers a few integers a token.
 
-    slot_positions: position of the token in each slot of this device's pages, the new ones included (`write_positions`).
+    slot_positions: position of the token in each slot of this device's pages, new ones included (`write_positions`).
     page_table[s]: this device's pages of row s in order. kv_lens[s]: this device's tokens of the row, the new ones
     included. cu_q_lens: of this device's new tokens. positions: their true positions. Layers with different windows
     need one plan a window.
@@ -112,7 +112,7 @@ def ring_plan(
 
     # Arrays [D, C], or [J, D, C] and [D', J, D, C] against tiles.
     lowest, highest = position.min(-1), jnp.where(position == NOWHERE, -1, position).max(-1)
-    size = config.round_blocks(page_table.shape, slot_positions.shape[1])
+    size = config.blocks_of_round(page_table.shape[0], page_table.shape[1], slot_positions.shape[1])
     rounds = valid.shape[1] // size
 
     def visible(row, first, last):
@@ -153,7 +153,7 @@ class _Tiles(NamedTuple):
 
 
 def _parts(lengths, size: int, most: int):
-    """Rows cut into parts of `size`: row [J], number of the part within its row [J], whether it is in use [J]; `most` = J."""
+    """Rows cut into parts of `size`, at most J: row [J], number of the part within its row [J], if it is in use [J]."""
     parts = -(-lengths // size)
     end = jnp.cumsum(parts)
     part = jnp.arange(most)
@@ -180,7 +180,7 @@ def _blocks(slot_positions, page_table, kv_lens, config: RingConfig):
     num_rows, row_pages = page_table.shape
     page_size, size = slot_positions.shape[1], config.kv_tokens
     most = num_rows * -(-row_pages * page_size // size)
-    most += -most % config.round_blocks(page_table.shape, page_size)
+    most += -most % config.blocks_of_round(num_rows, row_pages, page_size)
     row, number, used = _parts(kv_lens, size, most)
     valid = jnp.where(used, jnp.clip(kv_lens[row] - number * size, 0, size), 0)
     index = number[:, None] * (size // page_size) + jnp.arange(size // page_size)
@@ -221,11 +221,6 @@ def _writes(page_table, kv_lens, cu_q_lens, num_tokens: int, page_size: int):
     new = used[:, None] & (index >= start[row][:, None]) & (index < kv_lens[row][:, None])
     token = jnp.where(new, cu_q_lens[row][:, None] + index - start[row][:, None], num_tokens)
     return page, token, pages.sum()
-
-
-def num_tiles(num_tokens: int, num_rows: int, size: int) -> int:
-    """The most tiles that T tokens of S rows make."""
-    return (num_tokens + num_rows * (size - 1)) // size
 
 
 def num_write_pages(num_tokens: int, num_rows: int, page_size: int) -> int:

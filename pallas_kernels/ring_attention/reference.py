@@ -1,4 +1,4 @@
-"""Ring attention from its definition: all devices' tokens in one place, dense, float32. Slow and obvious; for tests only.
+"""Ring attention from its definition: all devices' tokens in one place, dense, float32. Slow, obvious, for tests only.
 
 Shares no code with the fast backends. Every array has a leading device axis D.
 """
@@ -6,24 +6,15 @@ Shares no code with the fast backends. Every array has a leading device axis D.
 import numpy as np
 
 
-def _slot(page_table, index, page_size):
-    return page_table[index // page_size], index % page_size
-
-
-def _read(kv_pages, layer, page, offset, head_dim):
-    """One token's (K, V), each float32 [K, H], from either page layout."""
-    parts = kv_pages[layer, page, :, :, offset].astype(np.float32)
-    return (parts[0], parts[1]) if len(parts) == 2 else (parts[0, :, :head_dim], parts[0, :, head_dim:])
-
-
 def ring_attention(
-    q, k, v, kv_pages, layer, slot_positions, page_table, kv_lens, cu_q_lens, positions, *,
+    q, k, v, tokens, layer, slot_positions, page_table, kv_lens, cu_q_lens, positions, *,
     scale, window=None, soft_cap=None, sinks=None,
 ):
-    """q[D,T,N,H], k and v[D,T,K,H], kv_pages[D,L,P,...], slot_positions[D,P,B], page_table[D,S,M], kv_lens[D,S],
-    cu_q_lens[D,S+1], positions[D,T]; slot_positions before the new tokens. Returns (out float32, kv_pages)."""
-    kv_pages, slot_positions = np.array(kv_pages), np.array(slot_positions)
-    devices, page_size, head_dim = q.shape[0], slot_positions.shape[2], q.shape[3]
+    """q[D,T,N,H], k and v[D,T,K,H], tokens[D,L,P,B,2,K,H], slot_positions[D,P,B], page_table[D,S,M], kv_lens[D,S],
+    cu_q_lens[D,S+1], positions[D,T]. tokens are the pages in canonical order; they and slot_positions are without the
+    new tokens. Returns (out float32, tokens)."""
+    tokens, slot_positions = np.array(tokens), np.array(slot_positions)
+    devices, page_size = q.shape[0], slot_positions.shape[2]
     group = q.shape[2] // k.shape[2]
     out = np.zeros(q.shape, np.float32)
     for device in range(devices):
@@ -31,17 +22,15 @@ def ring_attention(
             start, end = cu_q_lens[device, row], cu_q_lens[device, row + 1]
             for token in range(start, end):
                 index = kv_lens[device, row] - (end - token)
-                page, offset = _slot(page_table[device, row], index, page_size)
-                pair = [k[device, token], v[device, token]]
-                new = np.stack(pair) if kv_pages.shape[3] == 2 else np.concatenate(pair, -1)[None]
-                kv_pages[device, layer, page, :, :, offset] = new
+                page, offset = page_table[device, row, index // page_size], index % page_size
+                tokens[device, layer, page, offset] = k[device, token], v[device, token]
                 slot_positions[device, page, offset] = positions[device, token]
     for row in range(kv_lens.shape[1]):
         keys, values, places = [], [], []
         for device in range(devices):
             for index in range(kv_lens[device, row]):
-                page, offset = _slot(page_table[device, row], index, page_size)
-                key, value = _read(kv_pages[device], layer, page, offset, head_dim)
+                page, offset = page_table[device, row, index // page_size], index % page_size
+                key, value = tokens[device, layer, page, offset]
                 keys.append(key)
                 values.append(value)
                 places.append(slot_positions[device, page, offset])
@@ -64,4 +53,4 @@ def ring_attention(
                     weights /= weights.sum()
                     out[device, token, head] = sum(
                         w * values[i][head // group] for w, i in zip(weights[: len(seen)], seen, strict=True))
-    return out, kv_pages
+    return out, tokens

@@ -1,12 +1,12 @@
 """Ring attention in plain XLA: `ppermute` around a local attention, partial softmaxes merged. CPU, GPU, anywhere.
 
 The next device's blocks are asked for before the resident ones are attended, so that the collective runs beside the
-compute where the compiler can (GPU: collective-permute-start and -done around the loop). The local attention is an argument:
-`attend_blocks` here follows the plan's items, so its cost follows the unmasked work; a flash kernel of the same
-signature takes its place.
+compute where the compiler can (GPU: collective-permute-start and -done around the loop). The local attention is an
+argument: `attend_blocks` here follows the plan's items, so its cost follows the unmasked work; a flash kernel of the
+same signature takes its place.
 
-Axis letters: T tokens, N query heads, K kv heads, G = N / K, H head dim; D devices; J tiles of Q tokens,
-R blocks of a round of W tokens.
+Axis letters: T tokens, N query heads, K kv heads, G = N / K, H head dim, R numbers of K in a stored row; D devices;
+J tiles of Q tokens, U rounds of C blocks of W tokens.
 """
 
 from typing import NamedTuple, Protocol
@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ring_attention import pages
-from pallas_kernels.ring_attention.plan import Items, RingPlan
+from pallas_kernels.ring_attention.plan import NOWHERE, Items, RingPlan
+from quant.kv import QuantizedPages
 
 _MASKED = -1e30  # the score of what may not be seen; finite, so that differences are never NaN
 _LOWEST = -1e29  # no maximum is lower: exp(_MASKED - _LOWEST) is 0, also where nothing is seen
@@ -33,27 +34,29 @@ class Partial(NamedTuple):
 class LocalAttention(Protocol):
     """Adds the resident blocks to `acc`, for the items (fields [J]) 0 .. count - 1.
 
-    queries[J, K, Q G, H] are scaled. query_positions[J, Q G]. blocks[R, 2, K, W, H] (or [R, 1, K, W, 2 H]: K and V are
-    then the same array). key_positions[R, W]: NOWHERE in slots that hold nothing, whose bytes may be NaN.
+    queries[J, K, Q G, R] are scaled. query_positions[J, Q G]. blocks[C, 2, K, W, R] (or [C, 1, K, W, 2 R]: K and V are
+    then the same array); scales[C, 2, K, W] where they are quantized. key_positions[C, W]: NOWHERE in slots that hold
+    nothing, whose bytes may be NaN.
     """
 
     def __call__(
-        self, acc: Partial, queries: jax.Array, query_positions: jax.Array, blocks: jax.Array, key_positions: jax.Array,
-        items: Items, count: jax.Array, *, window: int | None, soft_cap: float | None,
+        self, acc: Partial, queries: jax.Array, query_positions: jax.Array, blocks: jax.Array,
+        scales: jax.Array | None, key_positions: jax.Array, items: Items, count: jax.Array, *,
+        window: int | None, soft_cap: float | None,
     ) -> Partial: ...  # fmt: skip
 
 
 def ring_attention(
-    q, k, v, kv_pages, layer, plan: RingPlan, *, scale, soft_cap=None, sinks=None, local: LocalAttention | None = None,
+    q, k, v, kv_pages: pages.KVPages, layer, plan: RingPlan, *, scale, soft_cap=None, sinks=None,
+    local: LocalAttention | None = None,
 ):  # fmt: skip
-    """See `api.ring_attention`."""
+    """See `api.RingFn`."""
     local = local or attend_blocks
-    num_kv_heads, width = kv_pages.shape[3], kv_pages.shape[5]
+    how = pages.stored(kv_pages, q.shape[2])
     written = pages.pages_to_write(k, v, kv_pages, layer, plan)
-    kv_pages = kv_pages.at[layer, plan.write_page].set(written)
+    kv_pages = jax.tree.map(lambda pool, new: pool.at[layer, plan.write_page].set(new), kv_pages, written)
     queries = pages.query_tiles(q, kv_pages, scale, plan)
-    group = q.shape[1] // num_kv_heads
-    query_positions = pages.rows_of_tile(plan.tile_position, group)
+    query_positions = pages.rows_of_tile(plan.tile_position, q.shape[1] // how.num_kv_heads)
     rounds, devices = plan.count.shape
     size = plan.block_page.shape[0] // rounds
     me = lax.axis_index(plan.axis_name)
@@ -61,36 +64,36 @@ def ring_attention(
 
     def one_round(number, acc: Partial) -> Partial:
         own = lax.dynamic_slice_in_dim(plan.block_page, number * size, size)
-        blocks = _gather(kv_pages, layer, own).astype(q.dtype)
+        resident = jax.tree.map(lambda pool: _gather(pool, layer, own), kv_pages)
         for step in range(devices):  # unrolled: a loop would hide from the compiler that two steps may overlap
-            coming = lax.ppermute(blocks, plan.axis_name, to_the_right) if step < devices - 1 else None
-            source = (me - step) % devices
-            places = lax.dynamic_slice(plan.block_position, (source, number * size, 0), (1, size, plan.config.kv_tokens))
+            last = step == devices - 1
+            coming = resident if last else lax.ppermute(resident, plan.axis_name, to_the_right)
+            blocks, scales = resident if isinstance(resident, QuantizedPages) else (resident, None)
+            start = ((me - step) % devices, number * size, 0)
+            places = lax.dynamic_slice(plan.block_position, start, (1, size, plan.config.kv_tokens))[0]
             items = Items(*(field[number, step] for field in plan.items))
-            acc = local(acc, queries, query_positions, blocks, places[0], items, plan.count[number, step],
+            acc = local(acc, queries, query_positions, blocks, scales, places, items, plan.count[number, step],
                         window=plan.window, soft_cap=soft_cap)  # fmt: skip
-            if coming is not None:
-                blocks = coming
+            resident = coming
         return acc
 
-    acc = nothing(queries.shape[:3], width)
+    acc = nothing(queries.shape[:3], how.width)
     if sinks is not None:  # a key that was seen first, with a value of zeros
-        sink = pages.sink_rows(sinks, num_kv_heads, plan.config.query_tokens)
+        sink = pages.sink_rows(sinks, how.num_kv_heads, plan.config.query_tokens)
         acc = acc._replace(maximum=jnp.broadcast_to(sink, acc.maximum.shape), total=jnp.ones_like(acc.total))
     acc = lax.fori_loop(0, plan.num_rounds, one_round, acc)
     out = (acc.output / jnp.maximum(acc.total, 1e-30)[..., None]).astype(q.dtype)
-    return pages.from_tiles(out, q.shape, pages.is_packed(kv_pages, q.shape[2]), plan), kv_pages
+    return pages.from_tiles(out, q.shape, how, plan), kv_pages
 
 
 def nothing(shape: tuple[int, ...], head_dim: int) -> Partial:
     return Partial(jnp.full(shape, _LOWEST), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
 
 
-def _gather(kv_pages, layer, block_page) -> jax.Array:
-    """This device's blocks [R, W / B] of pages as [R, 2, K, W, H]."""
-    blocks = kv_pages[layer, block_page]  # [R, W / B, 2, K, B, H]
-    blocks = blocks.transpose(0, 2, 3, 1, 4, 5)
-    return blocks.reshape(*blocks.shape[:3], -1, blocks.shape[5])
+def _gather(pool, layer, block_page) -> jax.Array:
+    """Blocks [C, W / B] of pages of [L, P, 2, K, B, ...] as [C, 2, K, W, ...]."""
+    blocks = jnp.moveaxis(pool[layer, block_page], 1, 3)  # [C, 2, K, W / B, B, ...]
+    return blocks.reshape(*blocks.shape[:3], -1, *blocks.shape[5:])
 
 
 def merge(old: Partial, new: Partial) -> Partial:
@@ -101,18 +104,26 @@ def merge(old: Partial, new: Partial) -> Partial:
     return Partial(maximum, old.total * keep + new.total * add, output)
 
 
-def attend(queries, keys, values, visible, present, soft_cap) -> Partial:
-    """queries [..., M, H] against keys, values [..., W, H]; visible [..., M, W], present [..., W]: slots with a token."""
-    scores = jnp.einsum("...mh,...wh->...mw", queries, keys, preferred_element_type=jnp.float32)
+def attend(queries, kv, scales, visible, present, soft_cap) -> Partial:
+    """queries [..., K, M, R] against kv [2, ..., K, W, R] (or [1, ...]) with scales [2, ..., K, W] or None.
+
+    visible [..., 1, M, W]; present [..., 1, W]: slots with a token.
+    """
+    # Zeroed where no token is: 0 * NaN left there by an earlier owner would be NaN.
+    values = jnp.where(present[..., None], kv[-1], 0).astype(queries.dtype)
+    scores = jnp.einsum("...mh,...wh->...mw", queries, kv[0].astype(queries.dtype), preferred_element_type=jnp.float32)
+    if scales is not None:
+        scores = scores * scales[0][..., None, :]
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(visible, scores, _MASKED)
     maximum = jnp.maximum(scores.max(-1), _LOWEST)
     weights = jnp.exp(scores - maximum[..., None])
-    # Zeroed where no token is: 0 * NaN left there by an earlier owner would be NaN.
-    values = jnp.where(present[..., None], values, 0)
+    total = weights.sum(-1)
+    if scales is not None:
+        weights = weights * jnp.where(present, scales[1], 0)[..., None, :]
     output = jnp.einsum("...mw,...wh->...mh", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
-    return Partial(maximum, weights.sum(-1), output)
+    return Partial(maximum, total, output)
 
 
 def see(query_positions, key_positions, window) -> jax.Array:
@@ -121,7 +132,9 @@ def see(query_positions, key_positions, window) -> jax.Array:
     return (key <= query) if window is None else (key <= query) & (key > query - window)
 
 
-def attend_blocks(acc, queries, query_positions, blocks, key_positions, items, count, *, window, soft_cap):
+def attend_blocks(
+    acc, queries, query_positions, blocks, scales, key_positions, items, count, *, window, soft_cap
+) -> Partial:
     """The local attention in XLA: one tile against one block at a time, only those that the items name."""
 
     def one_item(item, acc: Partial) -> Partial:
@@ -129,10 +142,10 @@ def attend_blocks(acc, queries, query_positions, blocks, key_positions, items, c
         query, places = queries[tile], query_positions[tile]
 
         def one_block(block, part: Partial) -> Partial:
-            kv, held = blocks[block], key_positions[block]
-            visible = see(places, held, window)[None]
-            present = (held != jnp.iinfo(held.dtype).max)[None]
-            return merge(part, attend(query, kv[0], kv[-1], visible, present, soft_cap))
+            held = key_positions[block]
+            visible, present = see(places, held, window)[None], (held != NOWHERE)[None]
+            scale = None if scales is None else scales[block]
+            return merge(part, attend(query, blocks[block], scale, visible, present, soft_cap))
 
         part = lax.fori_loop(items.first[item], items.end[item], one_block, Partial(*(a[tile] for a in acc)))
         return Partial(*(a.at[tile].set(b) for a, b in zip(acc, part, strict=True)))

@@ -1,18 +1,22 @@
 """Ring attention: layouts and their balance, both backends against the reference, on 2, 4 and 8 simulated devices."""
 
+import itertools
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 from pallas_kernels import interpret
-from pallas_kernels.ring_attention import api, config, layout, mosaic_tpu, reference
+from pallas_kernels.devices import DEVICES
+from pallas_kernels.ragged_paged_attention.layout import KVLayout
+from pallas_kernels.ring_attention import api, config, layout, mosaic_tpu, reference, xla
+from quant.kv import QuantizedPages, quantize_rows
 from tests.tolerances import ATTENTION
 
 LAYERS, LAYER = 2, 1
@@ -30,12 +34,27 @@ class Case:
     heads: tuple[int, int] = (4, 2)
     head_dim: int = 16
     page_size: int = 8
-    packed: bool = False
+    side_by_side: bool = False
+    row_dim: int = 0  # more than head_dim: a stored row ends in zeros
+    kv_dtype: str = ""  # int8, float8_e4m3fn: quantized
     window: int | None = None
     spare_tokens: int = 0  # padding at the end of every device's tokens, more than the layout needs
     seed: int = 0
     blocks: tuple[int, int, int] = (8, 16, 32)
     options: dict = field(default_factory=dict)
+
+    @property
+    def spec(self) -> api.AttentionSpec:
+        return api.AttentionSpec(
+            num_heads=self.heads[0], num_kv_heads=self.heads[1], head_dim=self.head_dim, page_size=self.page_size,
+            dtype=jnp.dtype("float32"), kv_dtype=jnp.dtype(self.kv_dtype or "float32"))  # fmt: skip
+
+    @property
+    def layout_of_pages(self) -> KVLayout:
+        return KVLayout(
+            num_layers=LAYERS, num_pages=1, page_size=self.page_size, num_kv_heads=self.heads[1],
+            head_dim=self.head_dim, dtype=jnp.dtype(self.kv_dtype or "float32"), row_dim=self.row_dim or None,
+            side_by_side=self.side_by_side)  # fmt: skip
 
     @property
     def config(self) -> api.RingConfig:
@@ -49,12 +68,31 @@ class Inputs:
     q: np.ndarray
     k: np.ndarray
     v: np.ndarray
-    kv_pages: np.ndarray
+    kv_pages: Any  # an array or QuantizedPages
     slot_positions: np.ndarray
     page_table: np.ndarray
     kv_lens: np.ndarray
     cu_q_lens: np.ndarray
     positions: np.ndarray
+
+
+def store(tokens: np.ndarray, case: Case, dtype):
+    """[D, L, P, B, 2, K, H] as the pages of the case, NaN kept wherever the format can hold one."""
+    if not case.kv_dtype:
+        return np.asarray(jax.vmap(case.layout_of_pages.from_canonical)(tokens), dtype)
+    values, scales = quantize_rows(jnp.asarray(tokens), jnp.dtype(case.kv_dtype))
+    scales = np.where(np.isnan(tokens).any(-1), np.nan, scales)
+    return QuantizedPages(
+        np.asarray(jax.vmap(case.layout_of_pages.from_canonical)(values)), np.moveaxis(scales, 3, 5).astype(np.float32))
+
+
+def load(kv_pages, case: Case) -> np.ndarray:
+    """The other way, dequantized, float32."""
+    canonical = jax.vmap(case.layout_of_pages.to_canonical)
+    if not case.kv_dtype:
+        return np.asarray(canonical(kv_pages), np.float32)
+    values = np.asarray(canonical(kv_pages.values), np.float32)
+    return values * np.moveaxis(kv_pages.scales, 5, 3)[..., None]
 
 
 def make(case: Case, dtype=jnp.float32) -> tuple[Inputs, layout.RingBatch]:
@@ -72,7 +110,7 @@ def make(case: Case, dtype=jnp.float32) -> tuple[Inputs, layout.RingBatch]:
     pages_of = -(-kv_lens // b)
     num_pages = int(pages_of.sum(1).max()) + 3
     table = np.zeros((d, len(case.rows), max(int(pages_of.max(initial=0)), 1)), np.int32)
-    kv_pages = np.full((d, LAYERS, num_pages, *((1, k, b, 2 * h) if case.packed else (2, k, b, h))), np.nan, np.float32)
+    tokens = np.full((d, LAYERS, num_pages, b, 2, k, h), np.nan, np.float32)
     slots = rng.integers(0, 1000, (d, num_pages, b)).astype(np.int32)
     for device in range(d):
         free = list(rng.permutation(np.arange(1, num_pages)))
@@ -83,16 +121,16 @@ def make(case: Case, dtype=jnp.float32) -> tuple[Inputs, layout.RingBatch]:
                 for chunk in chunks])  # fmt: skip
             for index, position in enumerate(held):
                 page, offset = table[device, row, index // b], index % b
-                kv_pages[device, :, page, :, :, offset] = rng.standard_normal((LAYERS, *kv_pages.shape[3:5], kv_pages.shape[-1]))
+                tokens[device, :, page, offset] = rng.standard_normal((LAYERS, 2, k, h))
                 slots[device, page, offset] = position
     q, key, value = (rng.standard_normal((d, num_tokens, heads, h), np.float32) for heads in (n, k, k))
     cast = partial(np.asarray, dtype=dtype)
-    return Inputs(cast(q), cast(key), cast(value), cast(kv_pages), slots, table, kv_lens, batch.cu_q_lens,
+    return Inputs(cast(q), cast(key), cast(value), store(tokens, case, dtype), slots, table, kv_lens, batch.cu_q_lens,
                   batch.positions), batch  # fmt: skip
 
 
 def local_step(*arrays, case: Case, backend: str, count_blocks: bool):
-    inputs = Inputs(*(a[0] for a in arrays))
+    inputs = Inputs(*jax.tree.map(lambda a: a[0], arrays))
     where = (inputs.page_table, inputs.kv_lens, inputs.cu_q_lens, inputs.positions)
     slots = api.write_positions(inputs.slot_positions, *where)
     plan = api.ring_plan(slots, *where, axis_name=AXIS, config=case.config, window=case.window)
@@ -101,8 +139,8 @@ def local_step(*arrays, case: Case, backend: str, count_blocks: bool):
     if count_blocks:
         out, kv_pages, visited = mosaic_tpu.ring_attention(*args, **options, interpret=True)
         return out[None], kv_pages[None], visited[None], plan.count[None], plan.num_rounds[None]
-    out, kv_pages = api.ring_attention(*args, **options, backend=backend, interpret=backend != "xla")
-    return out[None], kv_pages[None]
+    out, kv_pages = api.choose_backend(backend, case.spec, jax.devices()[0]).attend(*args, **options)
+    return jax.tree.map(lambda a: a[None], (out, kv_pages))
 
 
 def compiled(case: Case, backend: str, count_blocks: bool = False):
@@ -113,25 +151,30 @@ def compiled(case: Case, backend: str, count_blocks: bool = False):
     return lambda inputs: jax.device_get(sharded(*vars(inputs).values()))
 
 
-def as_float32(inputs: Inputs) -> Inputs:
-    return Inputs(*(a.astype(np.float32) if a.dtype == jnp.bfloat16 else a for a in vars(inputs).values()))
-
-
 def check(case: Case, backend: str, dtype: str = "float32", twice: bool = True) -> None:
-    inputs, batch = make(case, jnp.dtype(dtype))
+    inputs, _ = make(case, jnp.dtype(dtype))
     run = compiled(case, backend)
     out, kv_pages = run(inputs)
-    exact = as_float32(inputs)
-    want, want_pages = reference.ring_attention(
-        exact.q, exact.k, exact.v, exact.kv_pages, LAYER, exact.slot_positions, exact.page_table, exact.kv_lens,
-        exact.cu_q_lens, exact.positions, scale=case.head_dim**-0.5, window=case.window, **case.options)  # fmt: skip
+    q, k, v = (a.astype(np.float32) for a in (inputs.q, inputs.k, inputs.v))
+    kept = store_and_load(k, v, case)  # what the cache can hold of the new tokens
+    want, want_tokens = reference.ring_attention(
+        q, *kept, load(inputs.kv_pages, case), LAYER, inputs.slot_positions, inputs.page_table, inputs.kv_lens,
+        inputs.cu_q_lens, inputs.positions, scale=case.head_dim**-0.5, window=case.window, **case.options)  # fmt: skip
     np.testing.assert_allclose(out.astype(np.float32), want, atol=ATTENTION[dtype], rtol=0)
-    # Written slots hold the new tokens, every other byte is as it was.
-    np.testing.assert_array_equal(kv_pages.astype(np.float32), want_pages)
+    # Written slots hold the new tokens, every other one what it held.
+    np.testing.assert_array_equal(load(kv_pages, case), want_tokens)
     if backend == "mosaic_tpu":
         assert not interpret.races_found()
     if twice:
-        np.testing.assert_array_equal(run(inputs)[0], out)
+        bits = [[a.tobytes() for a in jax.tree.leaves(result)] for result in ((out, kv_pages), run(inputs))]
+        assert bits[0] == bits[1]
+
+
+def store_and_load(k, v, case: Case):
+    if not case.kv_dtype:
+        return k, v
+    return [np.asarray(values.astype(jnp.float32) * scales[..., None])
+            for values, scales in (quantize_rows(jnp.asarray(a), jnp.dtype(case.kv_dtype)) for a in (k, v))]
 
 
 # Layouts
@@ -202,19 +245,19 @@ def test_reference_by_hand():
     q = np.array([[[[1.0, 0.0]]], [[[9.0, 9.0]]]], np.float32)
     k = np.array([[[[np.log(5.0), 7.0]]], [[[np.log(2.0), -3.0]]]], np.float32)
     v = np.array([[[[0.0, 8.0]]], [[[4.0, 0.0]]]], np.float32)
-    kv_pages = np.full((2, 1, 2, 2, 1, 4, 2), np.nan, np.float32)
-    kv_pages[1, 0, 1, :, 0, 0] = [[0.0, 0.0], [8.0, 16.0]]
+    cache = np.full((2, 1, 2, 4, 2, 1, 2), np.nan, np.float32)
+    cache[1, 0, 1, 0, :, 0] = [[0.0, 0.0], [8.0, 16.0]]
     slots = np.full((2, 2, 4), 77)
     slots[1, 1, 0] = 0
-    out, pages = reference.ring_attention(
-        q, k, v, kv_pages, 0, slots, np.array([[[1]], [[1]]]), np.array([[1], [2]]), np.array([[0, 1], [0, 1]]),
+    out, cache = reference.ring_attention(
+        q, k, v, cache, 0, slots, np.array([[[1]], [[1]]]), np.array([[1], [2]]), np.array([[0, 1], [0, 1]]),
         np.array([[2], [1]]), scale=1.0)  # fmt: skip
     np.testing.assert_allclose(out[0, 0, 0], [1 + 1, 2 + 5], atol=1e-6)
     # Position 1 sees positions 0 and 1 only: scores 0 and 9 ln 2 - 27.
     weight = 1 / (1 + np.exp(9 * np.log(2) - 27))
     np.testing.assert_allclose(out[1, 0, 0], [8 * weight + 4 * (1 - weight), 16 * weight], atol=1e-5)
-    np.testing.assert_array_equal(pages[0, 0, 1, :, 0, 0], [k[0, 0, 0], v[0, 0, 0]])
-    np.testing.assert_array_equal(pages[1, 0, 1, :, 0, 1], [k[1, 0, 0], v[1, 0, 0]])
+    np.testing.assert_array_equal(cache[0, 0, 1, 0, :, 0], [k[0, 0, 0], v[0, 0, 0]])
+    np.testing.assert_array_equal(cache[1, 0, 1, 1, :, 0], [k[1, 0, 0], v[1, 0, 0]])
 
 
 # Backends
@@ -229,7 +272,10 @@ FAST_XLA = {
     "soft cap": Case(rows=((11, 40),), options={"soft_cap": 2.0}),
     "sinks": Case(rows=((11, 40),), options={"sinks": np.array([-1.0, 0.0, 1.0, 5.0], np.float32)}),
     "one kv head of 8": Case(rows=((11, 40),), heads=(8, 1)),
-    "packed": Case(rows=((11, 40), (0, 9)), packed=True),
+    "side by side": Case(rows=((11, 40), (0, 9)), side_by_side=True),
+    "rows with zeros behind": Case(rows=((11, 40),), row_dim=24),
+    "int8": Case(rows=((11, 40), (0, 9)), kv_dtype="int8", window=30),
+    "fp8 side by side": Case(rows=((11, 40),), kv_dtype="float8_e4m3fn", side_by_side=True),
     "padding": Case(rows=((5, 30),), spare_tokens=20),
     "nothing": Case(rows=((0, 0), (0, 0)), spare_tokens=4),
 }
@@ -245,10 +291,255 @@ FAST_TPU = {
     "four devices, striped, everything": Case(
         rows=((21, 26), (0, 3)), layout="striped", window=20,
         options={"soft_cap": 2.0, "sinks": np.array([-1.0, 0.0, 1.0, 5.0], np.float32)}),
-    "packed": Case(rows=((11, 20),), devices=2, packed=True),
+    "side by side": Case(rows=((11, 20),), devices=2, side_by_side=True),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAST_TPU)
 def test_mosaic_tpu(name: str):
     check(FAST_TPU[name], "mosaic_tpu", twice=name == "two devices")
+
+
+def test_bfloat16():
+    check(Case(rows=((21, 40), (0, 7))), "xla", "bfloat16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_mosaic_tpu_on_eight_devices(name):
+    check(Case(rows=((30, 43), (0, 5)), devices=8, layout=name, heads=(2, 1), head_dim=8), "mosaic_tpu", twice=False)
+
+
+@pytest.mark.slow
+def test_mosaic_tpu_bfloat16():
+    check(Case(rows=((21, 20),), devices=2), "mosaic_tpu", "bfloat16")
+
+
+def sweep(seeds) -> list[Case]:
+    """Every layout x devices x heads x option, each with rows of its own: uneven, empty, chunks after chunks."""
+    cases = []
+    options = ({}, {"window": 9}, {"soft_cap": 2.0}, {"sinks": True}, {"window": 17, "soft_cap": 1.5, "sinks": True})
+    for seed, (name, devices, heads, option) in itertools.product(
+        seeds, itertools.product(LAYOUTS, (2, 4, 8), ((4, 4), (4, 2), (3, 1)), options)
+    ):
+        rng = np.random.default_rng([seed, len(cases)])
+        rows = [(int(rng.integers(0, 60) * rng.integers(0, 2)), int(rng.integers(0, 50)))
+                for _ in range(rng.integers(1, 4))]  # fmt: skip
+        option = dict(option)
+        if option.pop("sinks", False):
+            option["sinks"] = rng.standard_normal(heads[0]).astype(np.float32)
+        cases.append(Case(
+            rows=tuple(rows), layout=name, devices=devices, heads=heads, head_dim=8, window=option.pop("window", None),
+            options=option, seed=seed, spare_tokens=int(rng.integers(0, 4)), side_by_side=bool(rng.integers(0, 2)),
+            blocks=((8, 16, 32), (4, 8, 8), (16, 32, 64))[rng.integers(0, 3)]))  # fmt: skip
+    return cases
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("case", sweep([0]), ids=lambda c: f"{c.layout}-{c.devices}-{c.heads}-{c.seed}")
+def test_sweep(case: Case):
+    check(case, "xla", twice=False)
+    check(case, "mosaic_tpu", twice=False)
+
+
+# What the TPU kernel computes and sends
+
+
+def blocks_computed(name: api.Layout, devices: int = 4, tokens: int = 16, window: int | None = None):
+    """[D, D] blocks computed by each device in each step, of a prompt of `tokens` a device, blocks of 8 x 8."""
+    case = Case(rows=((0, tokens * devices),), layout=name, devices=devices, heads=(1, 1), head_dim=8, window=window,
+                blocks=(8, 8, tokens))  # fmt: skip
+    inputs, _ = make(case)
+    visited, count, rounds = compiled(case, "mosaic_tpu", count_blocks=True)(inputs)[2:]
+    assert (rounds == 1).all()
+    assert ((count[:, 0] > 0) == (visited.reshape(devices, devices, 2).sum(2) > 0)).all()
+    return visited.reshape(devices, devices, 2)  # of these without and with a mask
+
+
+def test_masked_steps_are_skipped():
+    contiguous = blocks_computed("contiguous")
+    for device, step in itertools.product(range(4), range(4)):
+        # Its own triangle of 2 x 2 blocks, everything from the left, nothing that came around from the right.
+        want = [1, 2] if step == 0 else [4, 0] if step <= device else [0, 0]
+        np.testing.assert_array_equal(contiguous[device, step], want)
+    zigzag = blocks_computed("zigzag")
+    # Two pieces of a block: both triangles and the square between them, then half of the 4, whatever the device.
+    np.testing.assert_array_equal(zigzag, np.broadcast_to([[1, 2], [2, 0], [2, 0], [2, 0]], (4, 4, 2)))
+    striped = blocks_computed("striped")
+    np.testing.assert_array_equal(striped.sum(2), np.full((4, 4), 3))
+
+
+@pytest.mark.slow
+def test_a_window_makes_it_cheaper():
+    windowed = blocks_computed("contiguous", window=8)
+    # The triangle's diagonal and the one before it; from the left neighbour the last block; nothing from further away.
+    np.testing.assert_array_equal(windowed.sum(2)[1:], [[3, 1, 0, 0]] * 3)
+
+
+@pytest.mark.parametrize("name, window, want", [
+    ("contiguous", None, [3, 2, 1, 0]), ("contiguous", 8, [1, 1, 1, 0]), ("zigzag", None, [3, 3, 3, 3])])  # fmt: skip
+def test_blocks_go_no_further_than_needed(name, window, want):
+    case = Case(rows=((0, 64),), layout=name, window=window, blocks=(8, 8, 16))
+    inputs, _ = make(case)
+
+    def hops(slots, *where):
+        plan = api.ring_plan(slots, *where, axis_name=AXIS, config=case.config, window=window)
+        return plan.hops[None]
+
+    def local(*arrays):
+        slots, *where = (a[0] for a in arrays)
+        return hops(api.write_positions(slots, *where), *where)
+
+    arrays = (inputs.slot_positions, inputs.page_table, inputs.kv_lens, inputs.cu_q_lens, inputs.positions)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), (AXIS,))
+    got = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=PartitionSpec(AXIS), out_specs=PartitionSpec(AXIS),
+                                check_vma=False))(*arrays)  # fmt: skip
+    np.testing.assert_array_equal(got, np.broadcast_to(np.array(want)[:, None], got.shape))
+
+
+def test_the_race_detector_sees_missing_flow_control(monkeypatch):
+    """A device that sends without waiting for a credit writes into a buffer that its neighbour may still read."""
+    real = mosaic_tpu.pl.semaphore_wait
+    case = Case(rows=((0, 128),), devices=4, heads=(1, 1), head_dim=8, blocks=(8, 8, 8))
+    inputs, _ = make(case)
+    waits = []
+
+    def without_credit(semaphore, value=1):
+        # The kernel waits for its neighbours at the barrier (2), for a credit (1), at the end for both (2).
+        waits.append(value)
+        if isinstance(value, int) and value == 1:
+            return
+        if len(waits) == 1:
+            real(semaphore, value)
+
+    params = interpret.tpu_params()
+    if hasattr(params, "on_race"):  # jax 0.10 never raises; an exception here would outlive the test
+        params = replace(params, on_race="warn")
+    monkeypatch.setattr(mosaic_tpu, "tpu_params", lambda: params)
+    monkeypatch.setattr(mosaic_tpu.pl, "semaphore_wait", without_credit)
+    compiled(case, "mosaic_tpu")(inputs)
+    assert interpret.races_found()
+    assert waits == [2, 1, 2]
+    interpret.reset()
+
+
+@pytest.mark.parametrize("backend", ["xla", "mosaic_tpu"])
+def test_beside_a_tensor_axis(backend):
+    """Two rings of two devices in one mesh, each with its own heads."""
+    case = Case(rows=((5, 20),), devices=2, heads=(2, 1))
+    halves = [make(Case(**{**vars(case), "seed": seed}))[0] for seed in (0, 0)]
+    rng = np.random.default_rng(9)
+    halves[1] = Inputs(**{**vars(halves[1]), "q": rng.standard_normal(halves[1].q.shape, np.float32)})
+    both = Inputs(*(np.stack(pair) for pair in zip(*(vars(half).values() for half in halves), strict=True)))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("tensor", AXIS))
+    spec = PartitionSpec("tensor", AXIS)
+
+    def step(*arrays):
+        out, _ = local_step(*(a[0] for a in arrays), case=case, backend=backend, count_blocks=False)
+        return out[None]
+
+    out = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(*vars(both).values())
+    for half, got in zip(halves, out, strict=True):
+        want = compiled(case, "xla")(half)[0]
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+# Decoding
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 11}, {"soft_cap": 2.0}, {"sinks": True}], ids=str)
+@pytest.mark.parametrize("devices", [2, 8])
+def test_decode_after_a_prefill(devices, options):
+    """Three tokens a row, one at a time, against a prefill of all of them by the reference."""
+    options = dict(options)
+    window = options.pop("window", None)
+    if options.pop("sinks", False):
+        options["sinks"] = np.array([-1.0, 0.0, 1.0, 5.0], np.float32)
+    steps, lengths = 3, (37, 1, 150)
+    case = Case(rows=tuple((n, steps) for n in lengths), devices=devices, layout="striped", window=window)
+    inputs, batch = make(case)
+    where = (inputs.slot_positions, inputs.page_table, inputs.kv_lens, inputs.cu_q_lens, inputs.positions)
+    want, want_cache = reference.ring_attention(
+        inputs.q, inputs.k, inputs.v, load(inputs.kv_pages, case), LAYER, *where, scale=0.25, window=window, **options)
+    flat = [a.reshape(-1, *a.shape[2:])[batch.restore].reshape(len(lengths), steps, *a.shape[2:])
+            for a in (inputs.q, inputs.k, inputs.v, want)]  # fmt: skip
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), (AXIS,))
+    mine, all_same = PartitionSpec(AXIS), PartitionSpec()
+
+    def step(q, k, v, positions, kv_pages, slots, table, lens, owned):
+        kv_pages, slots, table, lens, owned = (a[0] for a in (kv_pages, slots, table, lens, owned))
+        slots = api.write_decode_positions(slots, table, lens, positions, owned)
+        out, kv_pages = api.context_decode_attention(
+            q, k, v, kv_pages, jnp.int32(LAYER), slots, table, lens, positions, owned, axis_name=AXIS, scale=0.25,
+            window=window, **options)  # fmt: skip
+        return out, kv_pages[None], slots[None]
+
+    run = jax.jit(jax.shard_map(
+        step, mesh=mesh, in_specs=(all_same,) * 4 + (mine,) * 5, out_specs=(all_same, mine, mine), check_vma=False))
+    kv_pages, slots = inputs.kv_pages, inputs.slot_positions
+    lens = inputs.kv_lens - np.diff(inputs.cu_q_lens)
+    for number in range(steps):
+        positions = np.array(lengths, np.int32) + number
+        owned = positions % devices == np.arange(devices)[:, None]
+        lens = (lens + owned).astype(np.int32)
+        q, k, v, expected = (a[:, number] for a in flat)
+        out, kv_pages, slots = run(q, k, v, positions, kv_pages, slots, inputs.page_table, lens, owned)
+        np.testing.assert_allclose(out, expected, atol=ATTENTION["float32"])
+    np.testing.assert_array_equal(load(kv_pages, case)[:, :, 1:], want_cache[:, :, 1:])  # page 0 is scratch
+
+
+def test_merge_is_right_where_one_side_saw_nothing():
+    part = xla.Partial(jnp.array([[1.0]]), jnp.array([[2.0]]), jnp.array([[[3.0, 4.0]]]))
+    none = xla.nothing((1, 1), 2)
+    for merged in (xla.merge(part, none), xla.merge(none, part)):
+        jax.tree.map(np.testing.assert_array_equal, merged, part)
+    assert np.isfinite(xla.merge(none, none).output).all()
+
+
+# Sizes and refusals
+
+LLAMA_8B = config.Problem(num_tokens=4096, num_rows=1, row_pages=32, num_heads=32, num_kv_heads=8, row_dim=128,
+                          page_size=128, devices=8)  # fmt: skip
+
+
+def test_configs_are_checked():
+    with pytest.raises(ValueError, match="query_tokens=0 must be at least 1"):
+        api.RingConfig(query_tokens=0, kv_tokens=8, round_tokens=8)
+    with pytest.raises(ValueError, match="round_tokens=12 must be a multiple of kv_tokens=8"):
+        api.RingConfig(query_tokens=8, kv_tokens=8, round_tokens=12)
+    with pytest.raises(ValueError, match="kv_tokens=8 must be a multiple of page_size=16"):
+        api.RingConfig(query_tokens=8, kv_tokens=8, round_tokens=8).check_page_size(16)
+
+
+@pytest.mark.parametrize("name", ["v5e", "v6e", "v7x"])
+def test_chosen_sizes_fit(name):
+    chosen = config.choose_config(LLAMA_8B, DEVICES[name])
+    config.check_fit(chosen, LLAMA_8B, DEVICES[name])
+    assert chosen.query_tokens >= 128 and chosen.kv_tokens >= 256
+
+
+def test_what_does_not_fit_is_refused_with_the_nearest_that_does():
+    large = api.RingConfig(query_tokens=2048, kv_tokens=1024, round_tokens=4096)
+    with pytest.raises(ValueError, match=r"query_tokens=2048.* needs [\d,]+ bytes.*nearest that fits is query_tokens"):
+        config.check_fit(large, LLAMA_8B, DEVICES["v6e"])
+    million = replace(LLAMA_8B, num_tokens=1 << 20, row_pages=1 << 13)
+    small = api.RingConfig(query_tokens=32, kv_tokens=128, round_tokens=128)
+    with pytest.raises(ValueError, match="bytes of SMEM for its plan and v6e has"):
+        config.check_fit(small, million, DEVICES["v6e"])
+
+
+def test_backends_are_chosen_or_refused():
+    cpu = jax.devices()[0]
+    spec = Case(rows=()).spec
+    assert api.choose_backend("auto", spec, cpu).name == "xla"
+    assert api.choose_backend("mosaic_tpu", spec, cpu).simulated
+    with pytest.raises(ValueError, match="'triton' is not one of"):
+        api.choose_backend("triton", spec, cpu)
+    with pytest.raises(ValueError, match="kv_dtype int8 is not bfloat16 or float32"):
+        api.choose_backend("mosaic_tpu", replace(spec, kv_dtype=jnp.dtype("int8")), cpu)
+    with pytest.raises(ValueError, match="takes no local attention"):
+        api.choose_backend("mosaic_tpu", spec, cpu, local=xla.attend_blocks)
+    tpu = SimpleNamespace(platform="tpu", device_kind="TPU v6 lite")
+    chosen = api.choose_backend("auto", replace(spec, page_size=4), tpu)
+    assert chosen.name == "xla" and "page_size=4 is not a multiple of 8" in str(chosen.fallback)
+    assert api.choose_backend("auto", spec, tpu).name == "mosaic_tpu"
