@@ -102,14 +102,18 @@ def tpu_estimate(blocks: TpuBlocks, problem: Problem, device: Device) -> Estimat
     visits = tiles + problem.active - 1
     pieces = problem.active * -(-(problem.rows // problem.active + SUBLANES // 2) // piece)
     flops = 2 * pieces * piece * problem.depth * columns
-    # Weights pass through registers into the MXU once a piece: half a bundle a register, read from schedules.
-    cycles = flops / device.bf16_flops * device.clock_hz + pieces * problem.depth * columns / 2048 / 2
+    # Weights pass through registers into the MXU once a piece: half a bundle a register, read from schedules, and as
+    # long for 128 columns as for the 256 that the MXU is wide.
+    passes = problem.depth * columns * max(256 / blocks.step_f, 1) / 2048
+    cycles = flops / device.bf16_flops * device.clock_hz + pieces * passes / 2
     cycles += visits * column_blocks * _STEP_SECONDS * device.clock_hz
     buffers = tile * problem.depth * row + problem.depth * block * weight + tile * block * out
     buffers += round_up(groups, 8) * block * 4
     chunk = depth_chunk(problem.depth, problem.group or problem.depth)
     # Beside the buffers: sums, and what the compiler keeps of a product's operands while it runs.
     beside = 2 * tile * blocks.step_f * 4 + tile * chunk * row + (chunk * blocks.step_f * row if problem.group else 0)
+    if row == 4:  # float32 products are made of three bfloat16 parts of each operand
+        beside += 6 * chunk * (tile + blocks.step_f)
     return Estimate(
         hbm_bytes=problem.active * problem.weight_bytes + problem.rows * problem.columns * out
         + problem.rows * problem.depth * row * (1 if tiles == 1 else column_blocks),
@@ -186,24 +190,28 @@ def gpu_estimate(blocks: GpuBlocks, problem: Problem, device: Device) -> Estimat
 
 
 def gpu_candidates(problem: Problem, tile_rows: int) -> list[GpuBlocks]:
-    """More stages first: of equal cost, they hide more latency."""
+    """More stages first: of equal cost, they hide more latency. ValueError when TMA cannot cut the weights in tiles."""
+    depth, columns = problem.depth, problem.columns
+    if depth % BLOCK_D or columns % 64:
+        raise ValueError(f"D={depth} and F={columns} must be multiples of {BLOCK_D} and 64 on a GPU")
     return [GpuBlocks(tile_rows=tile_rows, block_f=block, stages=stages)
-            for block in (256, 128) for stages in (6, 5, 4, 3, 2)
-            if not problem.group or problem.columns % (block // COMPUTE_WARPGROUPS) == 0]  # fmt: skip
+            for block in (256, 128) for stages in (6, 5, 4, 3, 2) if columns % column_tile(block, problem) == 0]
+
+
+def column_tile(block_f: int, problem: Problem) -> int:
+    """What F must be a multiple of: a swizzled tile of 128 bytes; with scales, which no TMA reads, half a block."""
+    return block_f // COMPUTE_WARPGROUPS if problem.group else 64
 
 
 def gpu_blocks(problem: Problem, tile_rows: int, device: Device) -> GpuBlocks:
-    """ValueError when nothing fits shared memory, or the columns have no block."""
-    if not (candidates := gpu_candidates(problem, tile_rows)):
-        raise ValueError(f"columns={problem.columns} of quantized experts must be a multiple of 64 on a GPU")
-    return choose("grouped_matmul/mosaic_gpu", problem.shape, candidates,
+    """ValueError when nothing fits shared memory, or D or F."""
+    return choose("grouped_matmul/mosaic_gpu", problem.shape, gpu_candidates(problem, tile_rows),
                   lambda blocks: gpu_estimate(blocks, problem, device), device)  # fmt: skip
 
 
 def require_gpu_fit(blocks: GpuBlocks, problem: Problem, device: Device) -> None:
     """ValueError with the bytes, shared memory's size and the nearest blocks that fit."""
-    if problem.group and problem.columns % (blocks.block_f // COMPUTE_WARPGROUPS):
-        raise ValueError(f"block_f={blocks.block_f}: half of it must divide the columns={problem.columns} of quantized "
-                         f"experts")  # fmt: skip
     candidates = [c for rows in {64, blocks.tile_rows} for c in gpu_candidates(problem, rows)]
+    if problem.columns % (tile := column_tile(blocks.block_f, problem)):
+        raise ValueError(f"block_f={blocks.block_f} needs F={problem.columns} to be a multiple of {tile}")
     require_fit("grouped_matmul/mosaic_gpu", blocks, candidates, lambda b: gpu_estimate(b, problem, device), device)

@@ -11,7 +11,7 @@ and keeps `stages` blocks of lhs and weights in flight by TMA.
                          is fixed, the row count of a visit is data)
 
 Rows of the tile beyond the visit's last are multiplied and not stored; the rows of a product do not mix, so whatever is
-in them, NaN included, stays out. TMA fills with zeros whatever lies beyond M, D or F, and does not store it.
+in them, NaN included, stays out. TMA fills with zeros whatever lies beyond M or F, and does not store it.
 
 Axis letters: M rows, D contracted, F columns, E experts, G contracted elements a scale; R tile_rows, C = BLOCK_D.
 """
@@ -119,7 +119,7 @@ def _kernel(
     def _compute():
         plgpu.set_max_registers(232, action="increase")
 
-        def in_bounds(column):  # half a block may lie wholly beyond F; its products are not stored
+        def in_bounds(column):  # half a block may lie beyond F; its products are not stored
             return jnp.minimum(column, rhs_ref.shape[2] - half)
 
         def weights_of(step, stage, expert, column):
@@ -216,6 +216,7 @@ def grouped_matmul(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=gpu_params() if interpret else None,
     )
+    lhs = jnp.pad(lhs, ((0, -num_rows % ALIGN), (0, 0)))  # nothing where the rows are whole groups already
     operands = (tiles.count[None], tiles.expert, tiles.weights, tiles.row, tiles.start, tiles.end, lhs, values)
     return call(*operands, *scales)
 

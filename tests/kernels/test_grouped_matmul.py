@@ -122,7 +122,22 @@ CASES = {
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CASES)
 def test_named(name: str, backend: str):
+    if backend == "mosaic_gpu" and name in ("odd D and F", "columns over several blocks"):
+        pytest.skip("its weights come in tiles of 64; test_what_a_gpu_cannot_cut_is_said has these")
     check(CASES[name], backend, kernel_dtype(backend))
+
+
+@gpu.marks[0]
+def test_columns_over_several_blocks_on_a_gpu():
+    check(Case(sizes=(9, 30), depth=192, columns=320), "mosaic_gpu", "bfloat16")
+    check(Case(sizes=(9, 30), depth=192, columns=320, weights="int8"), "mosaic_gpu", "bfloat16")
+
+
+@gpu.marks[0]
+@pytest.mark.parametrize("depth, columns", [(72, 128), (64, 520)])
+def test_what_a_gpu_cannot_cut_is_said(depth, columns):
+    with pytest.raises(ValueError, match=f"D={depth} and F={columns} must be multiples of 64 and 64"):
+        check(Case(sizes=(9, 30), depth=depth, columns=columns), "mosaic_gpu", "bfloat16")
 
 
 @pytest.mark.parametrize("backend", ["xla", "mosaic_tpu"])
