@@ -15,14 +15,35 @@ from pallas_kernels.devices import DEVICES
 from pallas_kernels.ragged_paged_attention.layout import KVLayout
 from pallas_kernels.ragged_paged_attention.mosaic_gpu.config import QUERY_ROWS, Blocks, chunk_blocks, decode_blocks
 from pallas_kernels.ragged_paged_attention.mosaic_gpu.schedule import Batch, make_schedule
+from pallas_kernels.ragged_paged_attention.mosaic_gpu.write import write
 from pallas_kernels.ragged_paged_attention.spec import AttentionSpec
-from pallas_kernels.ragged_paged_attention.xla import _write
 from quant.kv import LARGEST, QuantizedPages
 
-_SMS = DEVICES["h200"].cores
+_SMS = DEVICES["h200"].cores  # blocks of the persistent grid; on a GPU with fewer the rest run after the first
+_HOPPER = ("H100", "H200", "H800", "H20")
+_PAGES, _HEADS = (16, 32, 64, 128, 256), (64, 128, 256)
 
 
 def unsupported(spec: AttentionSpec, device_kind: str | None) -> str | None:
+    """What keeps this backend from serving `spec`, if anything; device_kind None: interpret mode on a CPU."""
+    version = tuple(int(part) for part in jax.__version__.split(".")[:2])
+    if version < (0, 11):
+        return f"needs jax 0.11 or newer, this is {jax.__version__}"
+    if spec.num_heads // spec.num_kv_heads > 16:
+        return f"{spec.num_heads // spec.num_kv_heads} query heads a kv head, 16 are the most"
+    pages, heads = ((8, 16, 32, 64, 128, 256), range(16, 257, 16)) if device_kind is None else (_PAGES, _HEADS)
+    if spec.page_size not in pages:
+        return f"page_size={spec.page_size}, {', '.join(map(str, pages))} are possible"
+    if spec.head_dim not in heads:
+        return f"head_dim={spec.head_dim}, {', '.join(map(str, heads))} are possible"
+    dtype, kv_dtype = jnp.dtype(spec.dtype), jnp.dtype(spec.kv_dtype)
+    dtypes = ("bfloat16", "float16", "float32") if device_kind is None else ("bfloat16", "float16")
+    if dtype.name not in dtypes:
+        return f"{dtype.name} queries: the matrix units of the GPU take {' and '.join(dtypes)}"
+    if kv_dtype != dtype and kv_dtype.name not in LARGEST:
+        return f"{kv_dtype.name} pages with {dtype.name} queries: pages are {', '.join((dtype.name, *LARGEST))}"
+    if device_kind is not None and not any(name in device_kind for name in _HOPPER):
+        return f"{device_kind}: wgmma is an instruction of Hopper GPUs ({', '.join(_HOPPER)})"
     return None
 
 
@@ -40,10 +61,13 @@ def ragged_paged_attention(
     from pallas_kernels.ragged_paged_attention.mosaic_gpu.merge import merge
 
     (num_tokens, num_heads, head_dim), num_rows = q.shape, kv_lens.shape[0]
-    kv_pages = _write(k, v, kv_pages, layer, page_table, kv_lens, cu_q_lens, distribution)
+    kv_pages = write(k, v, kv_pages, layer, page_table, kv_lens, cu_q_lens, distribution)
     values, scales = kv_pages if isinstance(kv_pages, QuantizedPages) else (kv_pages, None)
     num_pages, _, num_kv_heads, page_size = values.shape[1:5]
     group = num_heads // num_kv_heads
+    numbers = 2 * page_size if page_size == 16 else page_size  # see kernel._numbers
+    if values.size // head_dim >= 2**31 or (kv_bias is not None and kv_bias.size % numbers):
+        raise ValueError(f"pages {values.shape}: fewer than 2**31 rows of a head, and an even number of pages' biases")
     batch = Batch(kv_lens, cu_q_lens, distribution)
 
     packed = (q.astype(jnp.float32) * scale).astype(q.dtype).reshape(num_tokens, num_kv_heads, group, head_dim)
@@ -51,8 +75,8 @@ def ragged_paged_attention(
     packed = jnp.pad(packed, ((0, 0), (0, 2 * QUERY_ROWS), (0, 0)))
     operands = dict(
         layer=jnp.asarray(layer, jnp.int32).reshape(1), table=page_table, pages=values.reshape(-1, head_dim),
-        scales=None if scales is None else scales.reshape(-1, page_size),
-        bias=None if kv_bias is None else kv_bias.reshape(-1, page_size),
+        scales=None if scales is None else scales.reshape(-1, numbers),
+        bias=None if kv_bias is None else kv_bias.reshape(-1, numbers),
     )  # fmt: skip
     if sinks is not None:
         sinks = jnp.tile(sinks.astype(jnp.float32).reshape(num_kv_heads, group), (1, -(-QUERY_ROWS // group) + 1))
@@ -68,7 +92,12 @@ def ragged_paged_attention(
             group=group, num_kv_heads=num_kv_heads, num_pages=num_pages, page_size=page_size, head_dim=head_dim,
             dtype=q.dtype, kv_dtype=values.dtype, blocks=blocks, sms=2 if interpret else _SMS, window=window,
             soft_cap=soft_cap, tree_words=words, bias=kv_bias is not None, sinks=sinks is not None, interpret=interpret,
+            mean_tokens=num_rows * page_table.shape[1] * page_size // 2,
         )
+        if not interpret:
+            blocks.check(head_dim, q.dtype, values.dtype, kv_bias is not None)
+            if blocks.kv_tokens < QUERY_ROWS:
+                raise ValueError(f"{blocks}: on a GPU kv_tokens is 64 or 128, the rows that a register tile needs")
         schedule = make_schedule(
             batch, group=group, num_kv_heads=num_kv_heads, rows=blocks.rows, num_tokens=num_tokens,
             kv_tokens=blocks.kv_tokens, num_workers=shape.workers, decode=is_decode, window=window, tree_words=words,
@@ -77,6 +106,9 @@ def ragged_paged_attention(
         return merge(shape, schedule, out, *parts, sinks)
 
     kinds = dict(head_dim=head_dim, dtype=q.dtype, kv_dtype=values.dtype, bias=kv_bias is not None)
+    if interpret:  # small blocks: more of them, and fewer wasted numbers, in the short rows that a simulation can have
+        decode = decode or Blocks(kv_tokens=32)
+        chunk = chunk or Blocks(kv_tokens=32, shared=True)
     out = launch(decode or decode_blocks(**kinds), True)
     if num_tokens != num_rows:
         chunks = launch(chunk or chunk_blocks(**kinds), False)

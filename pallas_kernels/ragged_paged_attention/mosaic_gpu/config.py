@@ -9,7 +9,7 @@ from quant.kv import LARGEST
 
 QUERY_ROWS = 64  # rows of a warpgroup's matrix product (wgmma)
 MAX_SMEM_BYTES = DEVICES["h200"].smem_bytes
-_RESERVED_BYTES = 2048  # barriers and alignment
+_RESERVED_BYTES = 4096  # barriers, alignment, what the compiler takes for reductions across warps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,8 @@ class Blocks:
         size, kv_size = jnp.dtype(dtype).itemsize, jnp.dtype(kv_dtype).itemsize
         quantized = jnp.dtype(kv_dtype).name in LARGEST
         queries = self.warpgroups * QUERY_ROWS * (head_dim + out_columns(head_dim)) * size
-        token = 2 * head_dim * kv_size + (8 if quantized else 0) + (4 if bias else 0)
+        numbers = (2 if quantized else 0) + bias
+        token = 2 * head_dim * kv_size + 8 * numbers  # with pages of 16; half as much for the numbers of others
         ring = self.rings * self.stages * self.kv_tokens * token
         wide = self.warpgroups * self.kv_tokens * head_dim * size if quantized else 0
         return queries + ring + wide + _RESERVED_BYTES
@@ -78,12 +79,13 @@ def out_columns(head_dim: int) -> int:
 
 
 def _largest(blocks: Blocks, max_stages: int, **kinds) -> Blocks:
-    """As many stages as fit; fewer tokens a block where not even two do."""
-    for tokens in (blocks.kv_tokens, 64, 32):
-        for stages in range(max_stages, 1, -1):
-            candidate = replace(blocks, kv_tokens=min(tokens, blocks.kv_tokens), stages=stages)
-            if candidate.smem_bytes(**kinds) <= MAX_SMEM_BYTES:
-                return candidate
+    """As many stages as fit; fewer tokens a block, then one warpgroup, where not even two do."""
+    for warpgroups in (blocks.warpgroups, 1):
+        for tokens in (blocks.kv_tokens, 64):
+            for stages in range(max_stages, 1, -1):
+                candidate = replace(blocks, kv_tokens=tokens, stages=stages, warpgroups=warpgroups)
+                if candidate.smem_bytes(**kinds) <= MAX_SMEM_BYTES:
+                    return candidate
     return blocks
 
 

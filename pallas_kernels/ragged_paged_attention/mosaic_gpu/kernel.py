@@ -33,7 +33,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.interpret import gpu_params
 from pallas_kernels.ragged_paged_attention.mosaic_gpu.config import QUERY_ROWS, Blocks, out_columns
 from pallas_kernels.ragged_paged_attention.mosaic_gpu.schedule import (
-    BEGIN, ITEM, SEGMENTS, STOP, Schedule, Segment, read_segment,
+    BEGIN,
+    ITEM,
+    SEGMENTS,
+    STOP,
+    Schedule,
+    Segment,
+    read_segment,
 )  # fmt: skip
 from quant.kv import LARGEST
 
@@ -66,6 +72,7 @@ class Launch:
     bias: bool
     sinks: bool
     interpret: bool
+    mean_tokens: int  # of all rows together, a guess for the compiler's cost model
 
     @property
     def quantized(self) -> bool:
@@ -86,6 +93,11 @@ class Launch:
         return min(self.blocks.kv_tokens, self.page_size)
 
     @property
+    def packed_pages(self) -> int:
+        """Pages whose scales (or biases) of one head one copy brings: 2 where those of one would be too few for TMA."""
+        return 2 if self.page_size == 16 else 1
+
+    @property
     def fetched_rows(self) -> int:
         """Query rows that an item's fetch needs: of one token, the G rounded up to whole groups of 8."""
         return QUERY_ROWS if self.blocks.shared else -(-self.group // 8) * 8
@@ -94,6 +106,8 @@ class Launch:
 def matrix(shape: tuple[int, ...], dtype) -> Any:
     """Shared memory as wgmma and TMA want it: tiles of 8 rows, swizzled so that no two rows of a tile share a bank."""
     bits = jnp.dtype(dtype).itemsize * 8
+    if shape[-1] * bits < 256:  # no swizzle is so narrow; only in interpret mode, which has no need of one
+        return plgpu.SMEM(shape, dtype)
     swizzle = plgpu.find_swizzle(shape[-1] * bits)
     transforms = (plgpu.TilingTransform((8, swizzle * 8 // bits)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
@@ -127,7 +141,9 @@ def _accumulate(acc, weights, v_ref, interpret: bool):
     The one step that differs in interpret mode, whose wgmma takes no operand from registers and no first value.
     """
     if interpret:
-        return acc + jnp.dot(weights, v_ref[...], preferred_element_type=jnp.float32)
+        acc = acc + jnp.dot(weights, v_ref[...], preferred_element_type=jnp.float32)
+        plgpu.commit_smem()  # its reads come before the next copy into the same place
+        return acc
     return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, v_ref))(plgpu.ACC.init(acc))
 
 
@@ -168,6 +184,13 @@ def _move(refs: dict, launch: Launch, ring, worker) -> None:
     begin, stop, item = workers[worker, BEGIN], workers[worker, STOP], workers[worker, ITEM]
     layer = refs["layer"][0]
 
+    def fetch_numbers(name: str, row, offset, target, index: int, barrier) -> None:
+        """A float32 for each token of a piece; see _numbers."""
+        packed = launch.packed_pages
+        row = row if packed == 1 else lax.div(row, packed)
+        source = refs[name].at[row, pl.ds(offset, packed * launch.piece)]
+        plgpu.copy_gmem_to_smem(source, target.at[index], barrier)
+
     def fetch(segment: Segment, block, slot, k_or_v: int, barrier) -> None:
         last = lax.div(segment.end - 1, launch.page_size)
         for index in range(blocks.kv_tokens // launch.piece):
@@ -180,11 +203,9 @@ def _move(refs: dict, launch: Launch, ring, worker) -> None:
             source = refs["pages"].at[pl.ds(matrix_row * launch.page_size + offset, launch.piece)]
             plgpu.copy_gmem_to_smem(source, refs[("k_smem", "v_smem")[k_or_v]].at[slot, into], barrier)
             if launch.quantized:
-                source = refs["scales"].at[matrix_row, pl.ds(offset, launch.piece)]
-                plgpu.copy_gmem_to_smem(source, refs["scales_smem"].at[slot, k_or_v, into], barrier)
+                fetch_numbers("scales", matrix_row, offset, refs["scales_smem"].at[slot, k_or_v], index, barrier)
             if launch.bias and k_or_v == 0:
-                source = refs["bias"].at[page * heads + segment.head, pl.ds(offset, launch.piece)]
-                plgpu.copy_gmem_to_smem(source, refs["bias_smem"].at[slot, into], barrier)
+                fetch_numbers("bias", page * heads + segment.head, offset, refs["bias_smem"].at[slot], index, barrier)
 
     def one_segment(n, filled):
         segment = read_segment(items, item + n, begin, stop, heads)
@@ -199,6 +220,19 @@ def _move(refs: dict, launch: Launch, ring, worker) -> None:
         return lax.fori_loop(segment.lo, segment.hi, one_block, filled)
 
     lax.fori_loop(0, workers[worker, SEGMENTS], one_segment, jnp.int32(0))
+
+
+def _numbers(launch: Launch, ref, rows) -> jax.Array:
+    """[W] from shared memory [copies, packed_pages * piece]; rows: of the source before packing, one for each copy.
+
+    Mosaic GPU copies whole multiples of 128 bytes. Pages of 16 have 64 bytes of scales for a head: then a copy brings
+    two rows of the array, and this takes one of them.
+    """
+    parts = []
+    for index, row in enumerate(rows):
+        at = lax.rem(row, launch.packed_pages) * launch.piece if launch.packed_pages > 1 else 0
+        parts.append(plgpu.load(ref.at[index, pl.ds(at, launch.piece)], layout=COLUMN, optimized=False))
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
 def _visible(refs: dict, launch: Launch, segment: Segment, block, lane_row, shape):
@@ -243,22 +277,22 @@ def _widen(source, target, tokens: int, valid) -> None:
     """8-bit matrix [W, H] to `target`'s dtype; rows from `valid` on become zero (None: all are kept)."""
     for at in range(0, tokens, QUERY_ROWS):
         size = min(QUERY_ROWS, tokens - at)
-        values = source[pl.ds(at, size)].astype(target.dtype)
+        values = source[pl.ds(at, size)]
+        if values.dtype == jnp.float8_e4m3fn:  # sm_90 converts it to float16 only, which holds all of it
+            values = values.astype(jnp.float16)
+        values = values.astype(target.dtype)
         if valid is not None:
             row = at + _iota(values.shape, 0)
             values = jnp.where(row < valid, values, jnp.zeros_like(values))
         target[pl.ds(at, size)] = values
 
 
-def _zero_rows(ref, tokens: int, valid, part: int | jax.Array, parts: int) -> None:
-    """Zeroes the rows of [W, H] from `valid` on; this warpgroup's share of them."""
-    share = tokens // parts
-    for at in range(0, share, QUERY_ROWS):
-        size = min(QUERY_ROWS, share - at)
-        where = pl.ds(part * share + at, size)
+def _zero_rows(ref, tokens: int, valid) -> None:
+    """Zeroes the rows of [W, H] from `valid` on."""
+    for at in range(0, tokens, QUERY_ROWS):
+        where = pl.ds(at, min(QUERY_ROWS, tokens - at))
         values = ref[where]
-        row = part * share + at + _iota(values.shape, 0)
-        ref[where] = jnp.where(row < valid, values, jnp.zeros_like(values))
+        ref[where] = jnp.where(at + _iota(values.shape, 0) < valid, values, jnp.zeros_like(values))
     plgpu.commit_smem()
 
 
@@ -278,6 +312,22 @@ def _compute(refs: dict, launch: Launch, lane, ring, worker) -> None:
         source = refs["q"].at[segment.head, pl.ds(segment.query + lane_row, rows)]
         plgpu.copy_gmem_to_smem(source, q_smem.at[pl.ds(0, rows)], refs["q_full"].at[lane])
 
+    copies = size // launch.piece
+
+    def scales(segment: Segment, slot, k_or_v: int):
+        row = k_or_v * launch.num_kv_heads + segment.head  # a page has 2 K rows: an even number
+        return _numbers(launch, refs["scales_smem"].at[slot, k_or_v], [row] * copies)
+
+    def biases(segment: Segment, block, slot):
+        def row(index):
+            if launch.packed_pages == 1 or launch.num_kv_heads % 2 == 0:
+                return segment.head
+            number = jnp.minimum(block * copies + index, lax.div(segment.end - 1, launch.page_size))
+            page = refs["layer"][0] * launch.num_pages + refs["table"][segment.table_row, number]
+            return page * launch.num_kv_heads + segment.head
+
+        return _numbers(launch, refs["bias_smem"].at[slot], [row(index) for index in range(copies)])
+
     def one_block(segment: Segment, i, carry):
         acc, maximum, total, taken = carry
         block = segment.first + i
@@ -292,19 +342,21 @@ def _compute(refs: dict, launch: Launch, lane, ring, worker) -> None:
             keys = wide
         scores = _scores(q_smem, keys, size)
         if launch.quantized:
-            scale = plgpu.load(refs["scales_smem"].at[slot, 0], layout=COLUMN)
-            scores = scores * columns_of(scale, shape)
+            scores = scores * columns_of(scales(segment, slot, 0), shape)
         if launch.soft_cap is not None:
             scores = launch.soft_cap * jnp.tanh(scores * (1 / launch.soft_cap))
         if launch.bias:
-            bias = plgpu.load(refs["bias_smem"].at[slot], layout=COLUMN)
+            bias = biases(segment, block, slot)
             old = block * size + _iota(shape, 1) < segment.first_new
             scores = scores + jnp.where(old, columns_of(bias, shape), 0.0)
+        if launch.quantized or launch.bias:
+            plgpu.commit_smem()  # the reads of scales and biases come before the next copy into the same place
         plgpu.barrier_arrive(refs["k_empty"].at[slot])
-        scores = lax.cond(
-            _needs_mask(launch, segment, block, lane_row),
-            lambda s: jnp.where(_visible(refs, launch, segment, block, lane_row, shape), s, MASKED), lambda s: s, scores,
-        )  # fmt: skip
+
+        def masked(scores):
+            return jnp.where(_visible(refs, launch, segment, block, lane_row, shape), scores, MASKED)
+
+        scores = lax.cond(_needs_mask(launch, segment, block, lane_row), masked, lambda scores: scores, scores)
 
         highest = jnp.maximum(maximum, jnp.max(scores, axis=1) * LOG2E)
         rescale = jnp.exp2(maximum - highest)
@@ -315,7 +367,7 @@ def _compute(refs: dict, launch: Launch, lane, ring, worker) -> None:
         plgpu.barrier_wait(refs["v_full"].at[slot])
         values = refs["v_smem"].at[slot]
         if launch.quantized:
-            scale = columns_of(plgpu.load(refs["scales_smem"].at[slot, 1], layout=COLUMN), shape)
+            scale = columns_of(scales(segment, slot, 1), shape)
             weights = weights * jnp.where(_iota(shape, 1) < valid, scale, 0.0)
             _widen(values, wide, size, valid)
             plgpu.commit_smem()
@@ -324,8 +376,10 @@ def _compute(refs: dict, launch: Launch, lane, ring, worker) -> None:
 
             @pl.when(valid < size)
             def _():
-                _zero_rows(values, size, valid, lane if blocks.shared else 0, launch.parts)
-                if launch.parts > 1:
+                if launch.parts == 1:
+                    _zero_rows(values, size, valid)
+                else:
+                    pl.when(lane == 0)(lambda: _zero_rows(values, size, valid))
                     plgpu.barrier_arrive_and_wait(refs["both"])
 
         acc = _accumulate(acc, weights.astype(launch.dtype), values, launch.interpret)
@@ -379,6 +433,7 @@ def _scratch(launch: Launch) -> dict[str, Any]:
     lanes, slots = blocks.warpgroups, blocks.rings * blocks.stages
     copies = size // launch.piece
     ring = (slots, size, launch.head_dim)
+    numbers = (copies, launch.packed_pages * launch.piece)
     scratch = dict(
         q_smem=matrix((lanes, QUERY_ROWS, launch.head_dim), launch.dtype),
         k_smem=matrix(ring, launch.kv_dtype),
@@ -394,10 +449,19 @@ def _scratch(launch: Launch) -> dict[str, Any]:
         scratch["both"] = plgpu.Barrier(num_arrivals=launch.parts)
     if launch.quantized:
         scratch["wide_smem"] = matrix((lanes, size, launch.head_dim), launch.dtype)
-        scratch["scales_smem"] = plgpu.SMEM((slots, 2, size), jnp.float32)
+        scratch["scales_smem"] = plgpu.SMEM((slots, 2, *numbers), jnp.float32)
     if launch.bias:
-        scratch["bias_smem"] = plgpu.SMEM((slots, size), jnp.float32)
+        scratch["bias_smem"] = plgpu.SMEM((slots, *numbers), jnp.float32)
     return scratch
+
+
+def _cost(launch: Launch) -> pl.CostEstimate:
+    """Every KV token is read once and multiplied with 64 query rows at least; the lengths are data, and guessed."""
+    pairs = launch.mean_tokens * launch.num_kv_heads * QUERY_ROWS * launch.parts
+    token_bytes = 2 * launch.num_kv_heads * launch.head_dim * jnp.dtype(launch.kv_dtype).itemsize
+    return pl.CostEstimate(
+        flops=4 * pairs * launch.head_dim, transcendentals=pairs, bytes_accessed=launch.mean_tokens * token_bytes
+    )
 
 
 def attend(
@@ -406,8 +470,9 @@ def attend(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns out [K, rows, H] without the rows of cut items, and their partial softmaxes.
 
-    q: [K, rows, H], already scaled. pages: [L P 2 K B, H]. scales: [L P 2 K, B]. bias: [L P K, B]. sinks: [K, 64 + G].
-    tree: int32 [C, rows]. Partial: [2 W, parts, 64, H] weighted values, [2 W, parts, 64] maxima (of base 2), sums.
+    q: [K, rows, H], already scaled. pages: [L P 2 K B, H]. scales: [L P 2 K, B]. bias: [L P K, B]; of pages of 16 two
+    rows in one, see _numbers. sinks: [K, 64 + G]. tree: int32 [C, rows].
+    Partial: [2 W, parts, 64, H] weighted values, [2 W, parts, 64] maxima (of base 2) and sums.
     """
     blocks = launch.blocks
     operands = dict(workers=schedule.workers, items=schedule.items, layer=layer, table=table, q=q, pages=pages)
@@ -419,7 +484,7 @@ def attend(
     def body(*refs, **scratch):
         named = dict(zip((*names, *outputs), refs, strict=True)) | scratch
         sm, warpgroup = lax.axis_index("sm"), lax.axis_index("warpgroup")
-        registers = 232 if blocks.rings == 1 else 208
+        registers = 232 if blocks.warpgroups + blocks.rings < 4 else 208
 
         @pl.when(warpgroup < blocks.warpgroups)
         def _():
@@ -446,6 +511,7 @@ def attend(
         grid_names=("sm",),
         num_threads=blocks.warpgroups + blocks.rings,
         thread_name="warpgroup",
+        cost_estimate=_cost(launch),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=SEMANTICS),
         interpret=gpu_params() if launch.interpret else None,
     )

@@ -14,10 +14,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.interpret import gpu_params
 from pallas_kernels.ragged_paged_attention.mosaic_gpu.config import QUERY_ROWS, out_columns
 from pallas_kernels.ragged_paged_attention.mosaic_gpu.kernel import (
-    LOWEST, ROW, SEMANTICS, TILE, Launch, finish, rows_of,
+    LOWEST,
+    ROW,
+    SEMANTICS,
+    TILE,
+    Launch,
+    finish,
+    rows_of,
 )  # fmt: skip
 from pallas_kernels.ragged_paged_attention.mosaic_gpu.schedule import (
-    MERGE_ITEM, MERGE_PARTS, OFFSET, QUERY, ROWS, Schedule,
+    MERGE_ITEM,
+    MERGE_PARTS,
+    OFFSET,
+    QUERY,
+    ROWS,
+    Schedule,
 )  # fmt: skip
 
 _AT_ONCE = 4  # parts whose loads are under way together

@@ -51,7 +51,7 @@ def query_blocks(batch: Batch, group: int, rows: int, num_tokens: int, decode: b
     blocks = -(-lengths // rows)
     end = jnp.cumsum(blocks)
     block = jnp.arange(min(num_rows, num_tokens) + group * num_tokens // rows)
-    row = jnp.minimum(jnp.searchsorted(end, block, side="right"), num_rows - 1)
+    row = jnp.minimum(jnp.searchsorted(end, block, side="right", method="compare_all"), num_rows - 1)
     offset = (block - end[row] + blocks[row]) * rows
     return row, offset, jnp.where(block < end[-1], jnp.minimum(lengths[row] - offset, rows), 0)
 
@@ -80,7 +80,7 @@ def make_schedule(
     stop = jnp.minimum(begin + per, total)
 
     def item_at(place):
-        block = jnp.searchsorted(start + blocks * num_kv_heads, place, side="right")
+        block = jnp.searchsorted(start + blocks * num_kv_heads, place, side="right", method="compare_all")
         block = jnp.minimum(block, row.shape[0] - 1)
         return block * num_kv_heads + (place - start[block]) // jnp.maximum(blocks[block], 1)
 
