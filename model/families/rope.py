@@ -32,7 +32,8 @@ class Rotary:
 
     def frequencies(self, theta: float | None = None) -> np.ndarray:
         """[R], radians a position, unscaled."""
-        return (theta or self.theta) ** -(np.arange(0, self.dim, 2) / self.dim)
+        # In f32 as models are trained: another last bit is another angle at position 100 000.
+        return 1 / (theta or self.theta) ** (np.arange(0, self.dim, 2, dtype=np.float32) / np.float32(self.dim))
 
 
 class Parameters:

@@ -1,47 +1,71 @@
 """Logits against transformers, for tiny random models of every family."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from model.transformer import Transformer
 from tests.model import harness
+from tests.tolerances import LOGITS_FLOAT32
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 FOLDERS = sorted(path.parent.name for path in GOLDENS.glob("*/golden.npz"))
 
 
+# Whose RoPE follows from the longest sequence that is served: transformers takes each sequence as that.
+BY_LENGTH = ("llama-dynamic-rope", "phi3-longrope")
+
+MESHES = ("8x1", "2x4")
+NEW = ("gemma2", "gemma3", "phi3-window", "phi3-longrope", "glm", "glm4", "olmo2", "granite", "qwen3-yarn-rope",
+       "llama-dynamic-rope")  # fmt: skip
+# Of the new ones: heads that are normed across devices, and patterns of layers.
+QUICK = {("olmo2", "8x1"), ("gemma3", "2x4")}
+
+
+def check(model: Transformer, golden: Mapping[str, np.ndarray], length: int) -> None:
+    ids, want = golden[f"tokens_{length}"], golden[f"logits_{length}"]
+    step = harness.batch([(ids, 0)], num_tokens=80, num_rows=2, row_pages=12)
+    got, _ = harness.all_logits(model, harness.kv_pages(model.config, num_pages=16), step)
+    np.testing.assert_allclose(np.asarray(got)[: len(ids)], want, atol=LOGITS_FLOAT32, rtol=0)
+
+
 def test_goldens_are_there():
-    assert len(FOLDERS) >= 9
+    assert set(FOLDERS) > set(NEW) and len(FOLDERS) >= 19
 
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_logits(name: str):
-    model = harness.load(GOLDENS / name)
     golden = np.load(GOLDENS / name / "golden.npz")
     lengths = sorted(int(key.split("_")[1]) for key in golden if key.startswith("tokens_"))
     assert lengths
+    model = harness.load(GOLDENS / name)
     for length in lengths:
-        ids, want = golden[f"tokens_{length}"], golden[f"logits_{length}"]
-        pages = harness.kv_pages(model.config, num_pages=16)
-        step = harness.batch([(ids, 0)], num_tokens=80, num_rows=2, row_pages=12)
-        got, _ = harness.all_logits(model, pages, step)
-        np.testing.assert_allclose(np.asarray(got)[: len(ids)], want, atol=1e-4, rtol=0)
+        if name in BY_LENGTH:
+            model = harness.load(GOLDENS / name, context=length)
+        check(model, golden, length)
 
 
 @pytest.mark.parametrize("mesh", ["8x1", "4x2", "1x8", "2x2"])
 @pytest.mark.parametrize("name", ["llama2-mha", "qwen3-qk-norm", "llama-mqa"])
 def test_logits_on_a_mesh(name: str, mesh: str):
     """Whatever divides is sharded, the rest replicated; the logits stay."""
-    model = harness.load(GOLDENS / name, mesh)
+    check(harness.load(GOLDENS / name, mesh), np.load(GOLDENS / name / "golden.npz"), 33)
+
+
+@pytest.mark.parametrize("name, mesh", [
+    pytest.param(name, mesh, marks=() if (name, mesh) in QUICK else pytest.mark.slow)
+    for name in NEW for mesh in MESHES
+])  # fmt: skip
+def test_new_families_on_a_mesh(name: str, mesh: str):
     golden = np.load(GOLDENS / name / "golden.npz")
-    ids, want = golden["tokens_33"], golden["logits_33"]
-    step = harness.batch([(ids, 0)], num_tokens=80, num_rows=2, row_pages=12)
-    got, _ = harness.all_logits(model, harness.kv_pages(model.config, num_pages=16), step)
-    np.testing.assert_allclose(np.asarray(got)[: len(ids)], want, atol=1e-4, rtol=0)
+    length = max(int(key.split("_")[1]) for key in golden if key.startswith("tokens_"))
+    model = harness.load(GOLDENS / name, mesh, context=length if name in BY_LENGTH else None)
+    check(model, golden, length)
 
 
-@pytest.mark.parametrize("name", ["mistral-window", "llama3-rope"])
+@pytest.mark.parametrize("name", ["mistral-window", "llama3-rope", "gemma2"])
 def test_chunks_and_decode_give_the_logits_of_one_prefill(name: str):
     """Chunks of odd sizes, then single tokens, beside another row."""
     model = harness.load(GOLDENS / name)
@@ -54,4 +78,4 @@ def test_chunks_and_decode_give_the_logits_of_one_prefill(name: str):
         step = harness.batch(rows, num_tokens=32, num_rows=2, row_pages=12)
         logits, pages = harness.all_logits(model, pages, step)
         got.append(np.asarray(logits)[: end - start])
-    np.testing.assert_allclose(np.concatenate(got), want, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(np.concatenate(got), want, atol=LOGITS_FLOAT32, rtol=0)

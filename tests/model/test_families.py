@@ -1,0 +1,229 @@
+"""Reading configs: every key known or refused, published ones accepted, layers as patterns, RoPE numbers."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from model.config import LayerSpec, ModelConfig, RopeConfig
+from model.families.common import UnsupportedModel
+from model.families.names import sources
+from model.families.registry import FAMILIES, param_sources, read_config
+from model.rope import apply_rope, rope_angles
+from model.transformer import abstract_model, param_axes
+from pallas_kernels.ragged_paged_attention.xla import ragged_paged_attention
+from sharding.mesh import make_mesh, parse_mesh
+from sharding.rules import axis_rules
+from tests.model import harness
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+CONFIGS = {path.parent.name: json.loads(path.read_text()) for path in sorted(GOLDENS.glob("*/config.json"))}
+NONSENSE = (None, 0, -1, "x", "", [], [1], {}, {"full_attention": 1}, 1.5, True, 10**12, float("inf"), float("nan"))
+
+# What families say in their published configs, without what is about tokens and training.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "gemma-2-9b-it": dict(
+        model_type="gemma2", attention_bias=False, attn_logit_softcapping=50.0, cache_implementation="hybrid",
+        final_logit_softcapping=30.0, head_dim=256, hidden_act="gelu_pytorch_tanh", hidden_size=3584,
+        hidden_activation="gelu_pytorch_tanh", intermediate_size=14336, max_position_embeddings=8192,
+        num_attention_heads=16, num_hidden_layers=42, num_key_value_heads=8, query_pre_attn_scalar=256,
+        rms_norm_eps=1e-6, rope_theta=10000.0, sliding_window=4096, vocab_size=256000),
+    "gemma-3-1b-it": dict(
+        model_type="gemma3_text", attention_bias=False, attn_logit_softcapping=None, cache_implementation="hybrid",
+        eos_token_id=[1, 106], final_logit_softcapping=None, head_dim=256, hidden_activation="gelu_pytorch_tanh",
+        hidden_size=1152, intermediate_size=6912, max_position_embeddings=32768, num_attention_heads=4,
+        num_hidden_layers=26, num_key_value_heads=1, query_pre_attn_scalar=256, rms_norm_eps=1e-6,
+        rope_local_base_freq=10000, rope_scaling=None, rope_theta=1000000, sliding_window=512,
+        sliding_window_pattern=6, vocab_size=262144),
+    "Phi-3-mini-4k-instruct": dict(
+        model_type="phi3", attention_bias=False, embd_pdrop=0.0, hidden_act="silu", hidden_size=3072,
+        intermediate_size=8192, max_position_embeddings=4096, num_attention_heads=32, num_hidden_layers=32,
+        num_key_value_heads=32, original_max_position_embeddings=4096, resid_pdrop=0.0, rms_norm_eps=1e-5,
+        rope_scaling=None, rope_theta=10000.0, sliding_window=2047, tie_word_embeddings=False, vocab_size=32064),
+    "Phi-4-mini-instruct": dict(
+        model_type="phi3", attention_bias=False, embd_pdrop=0.0, full_attn_mod=1, hidden_act="silu", hidden_size=3072,
+        intermediate_size=8192, interpolate_factor=1, lm_head_bias=False, max_position_embeddings=131072,
+        mlp_bias=False, num_attention_heads=24, num_hidden_layers=32, num_key_value_heads=8,
+        original_max_position_embeddings=4096, partial_rotary_factor=0.75, resid_pdrop=0.0, rms_norm_eps=1e-5,
+        rope_scaling=dict(type="longrope", short_factor=[1.0] * 48, long_factor=[2.0] * 48), rope_theta=10000.0,
+        sliding_window=262144, tie_word_embeddings=True, vocab_size=200064),
+    "GLM-4-9B-0414": dict(
+        model_type="glm4", attention_bias=True, eos_token_id=[151329, 151336, 151338], head_dim=128,
+        hidden_act="silu", hidden_size=4096, intermediate_size=13696, max_position_embeddings=32768,
+        num_attention_heads=32, num_hidden_layers=40, num_key_value_heads=2, partial_rotary_factor=0.5,
+        rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=False, vocab_size=151552),
+    "OLMo-2-1124-7B": dict(
+        model_type="olmo2", attention_bias=False, hidden_act="silu", hidden_size=4096, intermediate_size=11008,
+        max_position_embeddings=4096, num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=32,
+        rms_norm_eps=1e-6, rope_scaling=None, rope_theta=500000, tie_word_embeddings=False, vocab_size=100352),
+    "granite-3.3-8b-instruct": dict(
+        model_type="granite", attention_bias=False, attention_multiplier=0.0078125, embedding_multiplier=12.0,
+        hidden_act="silu", hidden_size=4096, intermediate_size=12800, logits_scaling=16.0,
+        max_position_embeddings=131072, mlp_bias=False, num_attention_heads=32, num_hidden_layers=40,
+        num_key_value_heads=8, residual_multiplier=0.22, rms_norm_eps=1e-5, rope_scaling=None, rope_theta=10000000.0,
+        tie_word_embeddings=True, vocab_size=49159),
+    "Qwen2.5 with YaRN": dict(
+        model_type="qwen2", hidden_act="silu", hidden_size=3584, intermediate_size=18944, max_position_embeddings=32768,
+        max_window_layers=28, num_attention_heads=28, num_hidden_layers=28, num_key_value_heads=4, rms_norm_eps=1e-6,
+        rope_scaling=dict(type="yarn", factor=4.0, original_max_position_embeddings=32768), rope_theta=1000000.0,
+        sliding_window=131072, tie_word_embeddings=False, use_sliding_window=False, vocab_size=152064),
+}  # fmt: skip
+
+
+def test_every_family_has_a_golden():
+    assert {config["model_type"] for config in CONFIGS.values()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_unknown_keys_are_refused(name: str):
+    read_config(CONFIGS[name])
+    with pytest.raises(UnsupportedModel, match="does not know: num_experts, swiglu_limit"):
+        read_config(CONFIGS[name] | {"swiglu_limit": 7.0, "num_experts": 8})
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_nonsense_is_refused_by_name_or_harmless(name: str):
+    for key in CONFIGS[name]:
+        for value in NONSENSE:
+            try:
+                read_config(CONFIGS[name] | {key: value})
+            except UnsupportedModel as error:
+                assert "config.json" in str(error)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs(name: str):
+    config = read_config(PUBLISHED[name])
+    assert config.num_layers == PUBLISHED[name]["num_hidden_layers"]
+
+
+def test_what_published_configs_mean():
+    gemma2, gemma3, phi3, phi4 = (read_config(PUBLISHED[name]) for name in list(PUBLISHED)[:4])
+    assert gemma2.tie_embeddings and (gemma2.attention_soft_cap, gemma2.logit_soft_cap) == (50.0, 30.0)
+    assert [layer.window for layer in gemma2.layers[:4]] == [4096, None, 4096, None]
+    assert [layer.window for layer in gemma3.layers] == ([512] * 5 + [None]) * 4 + [512] * 2
+    assert gemma3.layers[0].rope.frequencies[1] > gemma3.layers[5].rope.frequencies[1]
+    assert {layer.window for layer in phi3.layers} == {2047}
+    assert len(phi4.layers[0].rope.frequencies) == 48
+    np.testing.assert_allclose(phi4.layers[0].rope.magnitude, math.sqrt(1 + math.log(32) / math.log(4096)))
+    assert read_config(PUBLISHED["Qwen2.5 with YaRN"]).max_position == 131072
+
+
+def layers(kinds: str) -> tuple[LayerSpec, ...]:
+    rope = RopeConfig(frequencies=(1.0, 0.1))
+    return tuple(LayerSpec(rope=rope, window=None if kind == "G" else ord(kind)) for kind in kinds)
+
+
+def config_of(kinds: str) -> ModelConfig:
+    return ModelConfig(family="llama", vocab_size=64, hidden_size=16, intermediate_size=16, num_heads=2,
+                       num_kv_heads=2, head_dim=8, layers=layers(kinds), max_position=64, norm_eps=1e-6,
+                       tie_embeddings=True, attention_scale=1.0)
+
+
+@pytest.mark.parametrize("kinds, stacks", [
+    ("G", [("G", 1)]),
+    ("G" * 48, [("G", 48)]),
+    ("LLLLLG" * 10 + "LL", [("LLLLLG", 10), ("L", 2)]),  # Gemma 3 27B
+    ("LG" * 21, [("LG", 21)]),  # Gemma 2 9B
+    ("GGG" + "L" * 58, [("G", 3), ("L", 58)]),
+    ("GLLLLL" * 3, [("GLLLLL", 3)]),
+    ("LLLG" * 2 + "A" * 3, [("LLLG", 2), ("A", 3)]),
+    ("ABC", [("A", 1), ("B", 1), ("C", 1)]),
+])  # fmt: skip
+def test_layers_repeat_in_patterns(kinds: str, stacks: list[tuple[str, int]]):
+    config = config_of(kinds)
+    assert [(stack.pattern, stack.periods) for stack in config.stacks] == [(layers(p), n) for p, n in stacks]
+    numbers = [n for stack in config.stacks for place in range(len(stack.pattern)) for n in stack.layers_at(place)]
+    assert sorted(numbers) == list(range(len(kinds)))
+    for stack in config.stacks:
+        for place, layer in enumerate(stack.pattern):
+            assert all(config.layers[number] == layer for number in stack.layers_at(place))
+
+
+def test_depth_does_not_make_the_program_longer():
+    """62 layers in two patterns trace as many layers as 14 do."""
+
+    def size(kinds: str) -> int:
+        config = config_of(kinds)
+        rules = axis_rules(make_mesh(parse_mesh("1x1")), num_heads=2, num_kv_heads=2)
+        structure, state = nnx.split(abstract_model(config, rules, ragged_paged_attention, jnp.dtype(jnp.float32)))
+        step = harness.batch([([1, 2], 0)], num_tokens=4, num_rows=4)
+        pages = harness.kv_pages(config)
+        jaxpr = jax.make_jaxpr(lambda state, pages: nnx.merge(structure, state)(pages, step))(state, pages)
+        return str(jaxpr).count("scan[")
+
+    assert size("LLLLLG" * 10 + "LL") == size("LLLLLG" * 2 + "LL") > 0
+
+
+def test_every_parameter_has_its_tensor_and_no_tensor_two_parameters():
+    for name, hf in CONFIGS.items():
+        config = read_config(hf)
+        rules = axis_rules(make_mesh(parse_mesh("1x1")), num_heads=config.num_heads, num_kv_heads=config.num_kv_heads)
+        paths = param_axes(abstract_model(config, rules, ragged_paged_attention, jnp.dtype(jnp.float32)))
+        parts = [(tensor, source.rows) for source in param_sources(config, paths).values() for tensor in source.names]
+        assert len(parts) == len(set(parts)), name
+
+
+def test_a_parameter_without_a_name_is_an_error():
+    with pytest.raises(KeyError, match="no tensor is known for the parameter vision"):
+        sources(config_of("G"), {}, [("vision", "scale")])
+
+
+def rope_of(rope: dict, context: int | None = None, **fields: Any) -> RopeConfig:
+    hf = CONFIGS["llama2-mha"] | {"head_dim": 8, "max_position_embeddings": 64, "rope_parameters": rope} | fields
+    return read_config(hf, context).layers[0].rope
+
+
+def test_scalings_by_hand():
+    """Base 16 and four pairs: frequencies 1, 1/2, 1/4, 1/8."""
+    base = np.array([1, 1 / 2, 1 / 4, 1 / 8])
+    default = {"rope_type": "default", "rope_theta": 16.0}
+    np.testing.assert_allclose(rope_of(default).frequencies, base)
+    np.testing.assert_allclose(rope_of(default | {"rope_type": "linear", "factor": 4.0}).frequencies, base / 4)
+    dynamic = default | {"rope_type": "dynamic", "factor": 2.0}
+    np.testing.assert_allclose(rope_of(dynamic, context=64).frequencies, base, rtol=1e-6)
+    # Twice the context: the base grows by (2 * 2 - 1) ** (8 / 6), so the last frequency falls to a third.
+    np.testing.assert_allclose(rope_of(dynamic, context=128).frequencies, base * 3 ** -np.arange(0, 4 / 3, 1 / 3),
+                               rtol=1e-6)
+    long = default | {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0],
+                      "original_max_position_embeddings": 16}
+    np.testing.assert_allclose(rope_of(long, context=16).frequencies, base)
+    np.testing.assert_allclose(rope_of(long, context=17).frequencies, base**2)
+    assert rope_of(long).magnitude == pytest.approx(math.sqrt(1.5))  # 64 is 4 times 16, and log 4 half of log 16
+    # Turns in 2 pi * 16 positions: 16, 8, 4, 2. Kept from 8 on, divided by the factor up to 2, half way between at 4.
+    yarn = default | {"rope_type": "yarn", "factor": 2.0, "beta_fast": 8.0, "beta_slow": 2.0,
+                      "original_max_position_embeddings": 2 * math.pi * 16}
+    np.testing.assert_allclose(rope_of(yarn).frequencies, base * [1, 1, 3 / 4, 1 / 2], rtol=1e-6)
+    assert rope_of(yarn).magnitude == pytest.approx(0.1 * math.log(2) + 1)
+    assert rope_of(yarn | {"attention_factor": 1.5}).magnitude == 1.5
+
+
+@pytest.mark.parametrize("rope, message", [
+    ({"rope_type": "su"}, "'su' is not supported, only default"),
+    ({"rope_type": "yarn"}, None),  # everything has a default
+    ({"rope_type": "dynamic"}, "'dynamic' needs 'factor'"),
+    ({"rope_type": "linear", "factor": 2.0, "alpha": 1}, "unknown rope scaling keys .'alpha'."),
+    ({"rope_type": "linear", "factor": 0.0}, "no finite frequencies"),
+    ({"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.0] * 4}, "a list of 4 numbers"),
+])  # fmt: skip
+def test_scalings_that_are_refused(rope: dict, message: str | None):
+    if message is None:
+        rope_of(rope)
+        return
+    with pytest.raises(UnsupportedModel, match=message):
+        rope_of(rope)
+
+
+def test_partial_rotation_by_hand():
+    """Two of four pairs turn by a right angle, as halves and as neighbours; the rest stays."""
+    x = jnp.arange(8, dtype=jnp.float32)[None, None]
+    for pairs, want in (("halves", [-2, -3, 0, 1, 4, 5, 6, 7]), ("neighbours", [-1, 0, -3, 2, 4, 5, 6, 7])):
+        rope = RopeConfig(frequencies=(math.pi / 2, math.pi / 2), pairs=pairs)
+        got = apply_rope(rope, x, rope_angles(rope, jnp.array([1])))
+        np.testing.assert_allclose(got[0, 0], want, atol=1e-5)
