@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.ragged_paged_attention.mosaic_tpu.problem import LANES, LOG2E, MASKED, Problem
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.problem import LANES, LOG2E, MASKED, Problem, cdiv
 
 
 class Softmax(NamedTuple):
@@ -94,6 +94,39 @@ class Block:
             precision=self.problem.precision, preferred_element_type=jnp.float32,
         )
         return old * jnp.concatenate([rescale] * (old.shape[1] // LANES), axis=1) + new
+
+
+class Ranges:
+    """Which pages of a fetched block are computed how: whole compute blocks without a mask, the edges in smaller
+    blocks with one.
+
+    In tokens of the fetched block: something is visible from `first` to `end`, everything from `start` to `whole`.
+    """
+
+    def __init__(self, blocks, first, start, whole, end):
+        self._blocks = blocks
+        ratio = blocks.compute_pages // blocks.edge_pages
+        self._edges = cdiv(end, blocks.edge_tokens)
+        self._start = jnp.minimum(cdiv(start, blocks.compute_tokens), cdiv(end, blocks.compute_tokens))
+        self._end = jnp.maximum(jnp.minimum(whole, end) // blocks.compute_tokens, self._start)
+        self._low = first // blocks.edge_tokens
+        self._low_end = jnp.clip(self._start * ratio, self._low, self._edges)
+        self._high = jnp.maximum(self._end * ratio, self._low_end)
+
+    def loop(self, step, carry=None, times: int = 1):
+        """carry = step(first page, i, carry, pages, masked) for i in range(times) of each block."""
+        blocks, low, high = self._blocks, self._low_end - self._low, self._high
+
+        def run(count, page_of, pages, masked, carry):
+            def body(n, carry):
+                return step(page_of(n // times), n % times, carry, pages, masked)
+
+            return lax.fori_loop(0, count * times, body, carry)
+
+        whole, edge = blocks.compute_pages, blocks.edge_pages
+        carry = run(self._end - self._start, lambda n: (self._start + n) * whole, whole, False, carry)
+        return run(low + jnp.maximum(self._edges - high, 0),
+                   lambda n: jnp.where(n < low, self._low + n, high + n - low) * edge, edge, True, carry)  # fmt: skip
 
 
 def _fold(f, parts):

@@ -20,6 +20,7 @@ class DecodeBlocks:
     slots: int
     fetch_pages: int
     compute_pages: int
+    edge_pages: int
     heads: int
     page_size: int
     query_rows: int  # D: G rounded up to 8
@@ -30,6 +31,10 @@ class DecodeBlocks:
     @property
     def compute_tokens(self) -> int:
         return self.compute_pages * self.page_size
+
+    @property
+    def edge_tokens(self) -> int:
+        return self.edge_pages * self.page_size
 
     def vmem_bytes(self, problem: Problem) -> int:
         ring = self.slots * self.fetch_pages * problem.page_size * problem.token_bytes
@@ -50,6 +55,7 @@ class MixedBlocks:
     slots: int
     fetch_pages: int
     compute_pages: int
+    edge_pages: int
     heads: int
     split_rows: int
     query_rows: tuple[int, ...]
@@ -67,6 +73,10 @@ class MixedBlocks:
     @property
     def compute_tokens(self) -> int:
         return self.compute_pages * self.page_size
+
+    @property
+    def edge_tokens(self) -> int:
+        return self.edge_pages * self.page_size
 
     @property
     def query_tokens(self) -> int:
@@ -106,8 +116,10 @@ def _check(blocks) -> None:
             raise ValueError(f"{field.name}={value} must be positive")
     if blocks.fetch_pages % blocks.compute_pages:
         raise ValueError(f"{blocks.fetch_pages=} must be a multiple of {blocks.compute_pages=}")
-    if blocks.compute_tokens % LANES:
-        raise ValueError(f"{blocks.compute_pages=} of {blocks.page_size} tokens must fill whole lanes of {LANES}")
+    if blocks.compute_pages % blocks.edge_pages:
+        raise ValueError(f"{blocks.compute_pages=} must be a multiple of {blocks.edge_pages=}")
+    if blocks.edge_tokens % LANES:
+        raise ValueError(f"{blocks.edge_pages=} of {blocks.page_size} tokens must fill whole lanes of {LANES}")
 
 
 def aligned_tokens(group: int) -> int:
@@ -132,12 +144,13 @@ def _fetch_pages(problem: Problem, compute_tokens: int) -> int:
 def decode_blocks(problem: Problem, num_rows: int) -> DecodeBlocks:
     query_rows = cdiv(problem.group, 8) * 8
     registers = query_rows // 8 * (2 + problem.row_lanes // LANES)  # of one head's softmax
-    heads = _divisor(problem.num_kv_heads, max(24 // registers, 1))
+    heads = _divisor(problem.num_kv_heads, max(16 // registers, 1))
     # Few heads: more tokens at a time, so that there is enough to overlap.
-    tokens = max(512 if heads > 4 else 1024 if heads > 1 else 2048, problem.page_size)
+    tokens = max(1024 if heads > 1 else 2048, problem.page_size)
     return DecodeBlocks(
         rows=min(num_rows, 8), slots=3, fetch_pages=_fetch_pages(problem, tokens),
-        compute_pages=tokens // problem.page_size, heads=heads, page_size=problem.page_size, query_rows=query_rows,
+        compute_pages=tokens // problem.page_size, edge_pages=max(256, problem.page_size) // problem.page_size,
+        heads=heads, page_size=problem.page_size, query_rows=query_rows,
     )  # fmt: skip
 
 
@@ -153,7 +166,8 @@ def mixed_blocks(problem: Problem) -> MixedBlocks:
     if problem.quantized:  # scales are written by the page
         segment = problem.page_size
     return MixedBlocks(
-        slots=2, fetch_pages=_fetch_pages(problem, tokens), compute_pages=tokens // problem.page_size, heads=heads,
+        slots=2, fetch_pages=_fetch_pages(problem, tokens), compute_pages=tokens // problem.page_size,
+        edge_pages=max(256, problem.page_size) // problem.page_size, heads=heads,
         split_rows=512 if heads > 1 else 256, query_rows=(least, most) if least < most else (most,),
         segment_tokens=segment, segment_slots=4, page_size=problem.page_size, group=problem.group,
         num_kv_heads=problem.num_kv_heads,
@@ -163,7 +177,7 @@ def mixed_blocks(problem: Problem) -> MixedBlocks:
 def small(blocks, problem: Problem):
     """Blocks for interpret mode: short rows then cross every boundary, and the simulated memory is small."""
     compute = max(LANES // problem.page_size, 1)
-    blocks = replace(blocks, compute_pages=compute, fetch_pages=2 * compute)
+    blocks = replace(blocks, edge_pages=compute, compute_pages=2 * compute, fetch_pages=4 * compute)
     if isinstance(blocks, MixedBlocks):
         step = aligned_tokens(problem.group) * problem.group
         segment = problem.page_size if problem.quantized else min(problem.page_size, 32)

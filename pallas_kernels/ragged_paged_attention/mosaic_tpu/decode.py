@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.ragged_paged_attention.mosaic_tpu.block import Block, Softmax, finish, lane_index, row_index
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.block import Block, Ranges, Softmax, finish, lane_index, row_index
 from pallas_kernels.ragged_paged_attention.mosaic_tpu.config import DecodeBlocks
 from pallas_kernels.ragged_paged_attention.mosaic_tpu.pages import clear_values, start_fetch, wait_fetch
 from pallas_kernels.ragged_paged_attention.mosaic_tpu.problem import LANES, LOWEST, Problem, cdiv
@@ -151,7 +151,7 @@ def _write_new(refs, problem: Problem, blocks: DecodeBlocks, i, row, slot, kv_le
         _merge_scales(refs, problem, new, row, slot, page, position % problem.page_size)
     _write_copies(refs, problem, row, "start")
     length = kv_len - base
-    end = cdiv(length, blocks.compute_tokens) * blocks.compute_tokens
+    end = cdiv(length, blocks.edge_tokens) * blocks.edge_tokens
     clear_values(refs, problem, slot, cdiv(length, tile) * tile, end)
 
 
@@ -169,23 +169,20 @@ def _merge_scales(refs, problem: Problem, new, row, slot, page, at):
 
 def _attend(refs, problem: Problem, blocks: DecodeBlocks, i, slot, kv_len, base):
     """All heads against one fetched block: whole compute blocks without a mask, those at the edges with one."""
-    size = blocks.compute_tokens
     end = jnp.minimum(kv_len - base, blocks.fetch_pages * problem.page_size)
     start = 0 if problem.window is None else jnp.maximum(kv_len - problem.window - base, 0)
     old_end = kv_len - 1 - base  # the new token has no bias
-    whole_start = cdiv(start, size)
-    whole_end = jnp.maximum((jnp.minimum(end, old_end) if problem.biased else end) // size, whole_start)
-    num_blocks = cdiv(end, size)
+    ranges = Ranges(blocks, start, start, jnp.minimum(end, old_end) if problem.biased else end, end)
 
     for first in range(0, problem.num_kv_heads, blocks.heads):
         heads = range(first, first + blocks.heads)
         queries = [refs.q[i, head] for head in heads]
 
-        def step(c, carry, masked, heads=heads, queries=queries):
-            block = Block(refs, problem, slot, c * blocks.compute_pages, blocks.compute_pages)
+        def step(page, _, carry, pages, masked, heads=heads, queries=queries):
+            block = Block(refs, problem, slot, page, pages)
             visible = biased = None
             if masked:
-                lane = lane_index((queries[0].shape[0], LANES)) + c * size
+                lane = lane_index((queries[0].shape[0], LANES)) + page * problem.page_size
 
                 def visible(j):
                     return (lane + j * LANES >= start) & (lane + j * LANES < end)
@@ -200,11 +197,7 @@ def _attend(refs, problem: Problem, blocks: DecodeBlocks, i, slot, kv_len, base)
                 new.append(Softmax(maximum, total, block.output(old.output, rescale, weights, head)))
             return new
 
-        def edge(n, carry, step=step):
-            return step(jnp.where(n < whole_start, n, n - whole_start + whole_end), carry, True)
-
         carry = [Softmax(refs.maximum[head], refs.total[head], refs.output[head]) for head in heads]
-        carry = lax.fori_loop(whole_start, whole_end, partial(step, masked=False), carry)
-        carry = lax.fori_loop(0, whole_start + num_blocks - whole_end, edge, carry)
+        carry = ranges.loop(step, carry)
         for head, softmax in zip(heads, carry, strict=True):
             refs.maximum[head], refs.total[head], refs.output[head] = softmax

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.ragged_paged_attention.mosaic_tpu.block import Block, Softmax, finish, lane_index, row_index
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.block import Block, Ranges, Softmax, finish, lane_index, row_index
 from pallas_kernels.ragged_paged_attention.mosaic_tpu.config import MixedBlocks
 from pallas_kernels.ragged_paged_attention.mosaic_tpu.pages import clear_values, start_fetch, wait_fetch
 from pallas_kernels.ragged_paged_attention.mosaic_tpu.problem import LANES, LOWEST, Problem, cdiv
@@ -64,7 +64,7 @@ def mixed_kernel(refs: Any, *, problem: Problem, blocks: MixedBlocks):
                 base = page * problem.page_size
                 end = jnp.minimum(span.end - base, blocks.fetch_pages * problem.page_size)
                 valid = jnp.minimum(span.kv_len - base, count * problem.page_size)
-                clear_values(refs, problem, slot, valid, cdiv(end, blocks.compute_tokens) * blocks.compute_tokens)
+                clear_values(refs, problem, slot, valid, cdiv(end, blocks.edge_tokens) * blocks.edge_tokens)
                 of_size(lambda size: _attend(refs, problem, blocks, span, slot, query_slot, base, end, size))
 
             lax.fori_loop(0, span.count, one_block, None)
@@ -207,19 +207,15 @@ def _leave(refs, problem: Problem, blocks: MixedBlocks, span: _Span, size: int):
 
 def _attend(refs, problem: Problem, blocks: MixedBlocks, span: _Span, slot, query_slot, base, end, size: int):
     """A query block against one fetched block: whole compute blocks without a mask, those at the edges with one."""
-    width = blocks.compute_tokens
     position = span.position - base
     old_end = span.old_end - base
-    # Every query sees the keys from `start` to `whole`.
+    first = 0 if problem.window is None else jnp.maximum(position - problem.window + 1, 0)
     start = 0 if problem.window is None else jnp.maximum(span.end - base - problem.window, 0)
     whole = jnp.maximum(old_end, 0) if problem.biased or problem.tree_words else position + 1
-    num_blocks = cdiv(end, width)
-    whole_start = jnp.minimum(cdiv(start, width), num_blocks)
-    whole_end = jnp.maximum(jnp.minimum(jnp.minimum(whole, end) // width, num_blocks), whole_start)
     items, groups = blocks.items(size)
 
-    def step(c, group, masked):
-        block = Block(refs, problem, slot, c * blocks.compute_pages, blocks.compute_pages)
+    def step(page, group, _, pages, masked):
+        block = Block(refs, problem, slot, page, pages)
 
         def at(item):
             head, first, rows = item
@@ -237,21 +233,14 @@ def _attend(refs, problem: Problem, blocks: MixedBlocks, span: _Span, slot, quer
             head, rows = at(item)
             visible = biased = None
             if masked:
-                visible, biased = _masks(refs, problem, span, query_slot, rows, c * width, position, old_end)
+                offset = page * problem.page_size
+                visible, biased = _masks(refs, problem, span, query_slot, rows, offset, position, old_end)
             old = Softmax(refs.maximum[head, rows], refs.total[head, rows], refs.output[head, rows])
             maximum, total, rescale, weights = block.weights(s, old, head, visible, biased)
             refs.maximum[head, rows], refs.total[head, rows] = maximum, total
             refs.output[head, rows] = block.output(old.output, rescale, weights, head)
 
-    def loop(lower, upper, which, masked):
-        def body(n, _):
-            step(which(n // groups), n % groups, masked)
-
-        lax.fori_loop(lower * groups, upper * groups, body, None)
-
-    loop(whole_start, whole_end, lambda n: n, False)
-    edges = whole_start + num_blocks - whole_end
-    loop(0, edges, lambda n: jnp.where(n < whole_start, n, n - whole_start + whole_end), True)
+    Ranges(blocks, first, start, whole, end).loop(step, times=groups)
 
 
 def _masks(refs, problem: Problem, span: _Span, query_slot, rows, offset, position, old_end):
