@@ -130,7 +130,7 @@ def print_report(target: Target, shapes: list[str], *, with_jax: bool) -> None:
     clock, bandwidth = device.clock_hz / 1e9, device.hbm_bandwidth / 1e12
     print(f"\n{target.name} ({device.kinds[0]}, {clock:.2f} GHz, {bandwidth:.2f} TB/s)")
     print("bundles: of the loop that computes, without masks; masked: the same at an edge; spills: vector registers\n"
-          "to memory and back in that loop; DMA: time of the block's bytes at full bandwidth, in bundles; units: slots used")
+          "to memory and back in it; DMA: time of the block's bytes at full bandwidth, in bundles; units: slots used")
     for step in ("decode", "chunk"):
         unit = "bundles a KV token" if step == "decode" else "bundles a (query, key, head) pair, chunk of 512"
         print(f"\n  {step}: {unit}")
