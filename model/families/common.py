@@ -81,6 +81,19 @@ class ConfigReader:
             scaling["original_max_position_embeddings"] = original
         return self.resolve_rope(scaling, theta, int(head_dim * partial), **fields)
 
+    def global_and_local_rope(self, head_dim: int, *, theta: float,
+                              local_theta: float) -> tuple[RopeConfig, RopeConfig]:  # fmt: skip
+        """Of layers without and with a window: `rope_theta` and `rope_scaling` of the former, or the newer
+        `rope_parameters` with an object for each. Without a theta there it is as given."""
+        parameters = self.take_dict("rope_parameters")
+        of_global = {**self.take_dict("rope_scaling"), **(parameters.pop(_GLOBAL, None) or {})}
+        of_local = dict(parameters.pop(_LOCAL, None) or {})
+        if parameters:
+            raise UnsupportedModel(f"config.json: rope_parameters has {', '.join(parameters)}, which no layer uses")
+        theta = of_global.pop("rope_theta", self.take("rope_theta", theta))
+        local_theta = of_local.pop("rope_theta", local_theta)
+        return self.resolve_rope(of_global, theta, head_dim), self.resolve_rope(of_local, local_theta, head_dim)
+
     def resolve_rope(self, scaling: Mapping[str, Any], theta: float, dim: int, **fields: Any) -> RopeConfig:
         """The first `dim` numbers of a head turn. Raises ValueError."""
         rotary = Rotary(theta=float(theta), dim=dim, max_position=self._max_position(),

@@ -4,7 +4,7 @@ embeddings, local layers between global ones."""
 from typing import Any
 
 from model.config import QKVO, ModelConfig
-from model.families.common import ConfigReader, UnsupportedModel, base_fields, biases, window_layers
+from model.families.common import ConfigReader, base_fields, biases, window_layers
 from model.families.names import LLAMA, Names
 
 _GELU = "gelu_pytorch_tanh"
@@ -23,7 +23,8 @@ def read_gemma3(reader: ConfigReader) -> ModelConfig:
     fields = _fields(reader)
     period = int(reader.take("sliding_window_pattern", 6))
     window = reader.take("sliding_window", 4096)
-    rope, local_rope = _ropes(reader, fields["head_dim"])
+    head_dim, local_theta = fields["head_dim"], reader.take("rope_local_base_freq", 10_000.0)
+    rope, local_rope = reader.global_and_local_rope(head_dim, theta=1_000_000.0, local_theta=local_theta)
     layers = window_layers(reader, rope, window, local_rope, default=lambda layer: (layer + 1) % period != 0)
     return ModelConfig(layers=layers, qk_norm="head", **fields)
 
@@ -43,22 +44,6 @@ def _fields(reader: ConfigReader) -> dict[str, Any]:
         attention_soft_cap=reader.take("attn_logit_softcapping"),
         logit_soft_cap=reader.take("final_logit_softcapping"),
     )
-
-
-def _ropes(reader: ConfigReader, head_dim: int):
-    """Of global and of local layers: flat keys, or the newer `rope_parameters` with an object for each."""
-    both = reader.take_dict("rope_parameters")
-    found = []
-    for kind, scaling, theta_key, theta in (
-        ("full_attention", reader.take_dict("rope_scaling"), "rope_theta", 1_000_000.0),
-        ("sliding_attention", {}, "rope_local_base_freq", 10_000.0),
-    ):
-        parameters = {**scaling, **(both.pop(kind, None) or {})}
-        theta = parameters.pop("rope_theta", reader.take(theta_key, theta))
-        found.append(reader.resolve_rope(parameters, theta, head_dim))
-    if both:
-        raise UnsupportedModel(f"config.json: rope_parameters has {', '.join(both)}, which no layer uses")
-    return found
 
 
 def names(config: ModelConfig) -> Names:

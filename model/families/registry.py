@@ -28,6 +28,7 @@ FAMILIES: Mapping[str, Family] = {
     "glm": Family(glm.read_glm, glm.names),
     "glm4": Family(glm.read_glm4, glm.names),
     "olmo2": Family(olmo.read_olmo2, olmo.names),
+    "olmo3": Family(olmo.read_olmo3, olmo.names),
     "granite": Family(granite.read_config),
 }
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from checkpoints.errors import CheckpointError
 from checkpoints.load import load_params
-from checkpoints.tensors import ParamSource
+from checkpoints.tensors import ParamSource, Rows
 
 L, D, N, H, F, V = 3, 8, 4, 6, 16, 10
 
@@ -127,6 +127,38 @@ def test_every_element_is_read_once(spec: str):
     shardings = {path: jax.sharding.NamedSharding(grid, SPECS[spec].get(path, P())) for path in SHAPES}
     load_params(source, TARGETS, SHAPES, shardings, np.float32)
     assert source.elements_read == sum(math.prod(shape) for shape in SHAPES.values())
+
+
+def fused_source() -> tuple[DictSource, dict, dict]:
+    """Each layer's `q` and `up` stored as one tensor, `up` below `q`."""
+    source, rows = make_source(), N * H + F
+    source.tensors = {f"{i}.fused": np.concatenate([source.tensors[f"{i}.{name}"] for name in ("q", "up")])
+                      for i in range(L)}  # fmt: skip
+    bounds = {("layers", "q"): (0, N * H), ("layers", "up"): (N * H, rows)}
+    names = tuple(f"{i}.fused" for i in range(L))
+    targets = {path: ParamSource(names=names, stacked=True, transpose=True, rows=Rows(start=a, stop=b, total=rows))
+               for path, (a, b) in bounds.items()}  # fmt: skip
+    return source, targets, {path: SHAPES[path] for path in targets}
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_parts_of_a_fused_tensor(spec: str):
+    source, targets, shapes = fused_source()
+    shardings = {path: jax.sharding.NamedSharding(mesh(4, 2), SPECS[spec].get(path, P())) for path in shapes}
+    params = load_params(source, targets, shapes, shardings, np.float32)
+    want = expected(make_source())
+    for path in targets:
+        np.testing.assert_array_equal(np.asarray(params[path]), want[path])
+    if spec in ("replicated", "heads", "both"):  # as with a tensor of its own: each device's rows only
+        assert source.elements_read == sum(math.prod(shape) for shape in shapes.values())
+
+
+def test_a_fused_tensor_with_rows_for_nobody():
+    source, targets, shapes = fused_source()
+    source.tensors["1.fused"] = np.zeros((N * H + F + 1, D), np.float32)
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    with pytest.raises(CheckpointError, match=r"1\.fused has shape \[41, 8\], the config asks for 40 rows"):
+        load_params(source, targets, shapes, dict.fromkeys(shapes, one), np.float32)
 
 
 def test_dtype_is_cast_on_the_host():

@@ -111,6 +111,11 @@ FAMILIES = {
     "olmo2": ("Olmo2", dict(hidden_size=64, num_attention_heads=8, num_key_value_heads=8, rms_norm_eps=1e-6,
                             intermediate_size=40, num_hidden_layers=2, tie_word_embeddings=False, pad_token_id=0,
                             rope_parameters=default_rope(500000.0)), LENGTHS),
+    # Two periods of three local layers and a global one with YaRN.
+    "olmo3": ("Olmo3", dict(hidden_size=32, num_key_value_heads=2, rms_norm_eps=1e-6, intermediate_size=32,
+                            num_hidden_layers=8, tie_word_embeddings=False, pad_token_id=0, sliding_window=8,
+                            max_position_embeddings=64, rope_parameters=dict(
+                                full_attention=YARN_ROPE, sliding_attention=default_rope(10000.0))), (7, 65)),
     "granite": ("Granite", dict(num_key_value_heads=2, rms_norm_eps=1e-5, tie_word_embeddings=True,
                                 embedding_multiplier=6.0, attention_multiplier=0.2, residual_multiplier=0.4,
                                 logits_scaling=3.0, attention_bias=True, mlp_bias=True,
@@ -119,7 +124,8 @@ FAMILIES = {
 
 
 # Prompts whose greedy continuation a golden also holds, of the families that came after the engine's own golden.
-GREEDY = dict.fromkeys(("gemma2", "gemma3", "phi3-window", "glm", "glm4", "olmo2", "granite", "qwen3-yarn-rope"),
+GREEDY = dict.fromkeys(("gemma2", "gemma3", "phi3-window", "glm", "glm4", "olmo2", "olmo3", "granite",
+                        "qwen3-yarn-rope"),
                        (5, 20, 40)) | {"phi3-longrope": (34, 40, 60)}  # fmt: skip
 NEW_TOKENS = 16
 
@@ -260,6 +266,9 @@ EFFECTS = {
     "phi3-window": dict(sliding_window=None),
     "phi3-longrope": dict(original_max_position_embeddings=128),  # the short factors, and another magnitude
     "glm4 partial": dict(rope_parameters=default_rope(10000.0) | dict(partial_rotary_factor=1.0)),
+    "olmo3 window": dict(layer_types=["full_attention"] * 8),
+    "olmo3 global rope": dict(rope_parameters=dict.fromkeys(("full_attention", "sliding_attention"),
+                                                            default_rope(10000.0))),
     "granite embedding": dict(embedding_multiplier=1.0),
     "granite attention": dict(attention_multiplier=10**-0.5),
     "granite residual": dict(residual_multiplier=1.0),

@@ -62,6 +62,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         model_type="olmo2", attention_bias=False, hidden_act="silu", hidden_size=4096, intermediate_size=11008,
         max_position_embeddings=4096, num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=32,
         rms_norm_eps=1e-6, rope_scaling=None, rope_theta=500000, tie_word_embeddings=False, vocab_size=100352),
+    "Olmo-3-7B": dict(
+        model_type="olmo3", attention_bias=False, hidden_act="silu", hidden_size=4096, intermediate_size=11008,
+        layer_types=(["sliding_attention"] * 3 + ["full_attention"]) * 8, max_position_embeddings=65536,
+        num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=32, rms_norm_eps=1e-6,
+        rope_scaling=dict(attention_factor=1.2079441541679836, beta_fast=32, beta_slow=1, factor=8.0,
+                          original_max_position_embeddings=8192, rope_type="yarn"),
+        rope_theta=500000, sliding_window=4096, tie_word_embeddings=False, vocab_size=100278),
     "granite-3.3-8b-instruct": dict(
         model_type="granite", attention_bias=False, attention_multiplier=0.0078125, embedding_multiplier=12.0,
         hidden_act="silu", hidden_size=4096, intermediate_size=12800, logits_scaling=16.0,
