@@ -1,5 +1,8 @@
 """The TPU kernels against the float32 reference, simulated: copies as late as allowed, races are errors."""
 
+import re
+from dataclasses import replace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -26,20 +29,22 @@ def run(case: Case, dtype: str = "float32") -> None:
 SINKS = np.array([-1.0, 0.0, 1.0, 5.0], np.float32)
 MIXED = ((1, 40), (1, 129), (64, 64), (3, 200), (70, 71))
 
-# In simulation a fetch is 256 tokens, a compute block 128, and a query block 2 * aligned tokens: all are crossed.
+# In simulation an edge block is 128 tokens, a compute block 256, a fetch 512, and a query block 2 * aligned tokens.
 FAST = {
-    "decode": Case(rows=((1, 1), (1, 16), (1, 17), (1, 300)), page_size=16),
-    "mixed": Case(rows=((1, 40), (1, 129), (20, 20), (3, 200), (9, 71)), num_tokens=48, num_rows=8, page_size=16),
-    "no rows": Case(rows=(), num_rows=4, num_tokens=16, page_size=16),
-    "head 128, one kv head of 8": Case(rows=((1, 33), (20, 40)), head_dim=128, page_size=16, heads=(8, 1)),
-    "window": Case(rows=((1, 300), (3, 19), (20, 300)), page_size=16, options={"window": 20}),
-    "soft cap, sinks": Case(rows=((1, 30), (9, 40)), page_size=16, options={"soft_cap": 2.0, "sinks": SINKS}),
-    "bias": Case(rows=((1, 1), (1, 130), (9, 140)), page_size=16, bias=True),
-    "trees of two words": Case(rows=((1, 30), (40, 90), (3, 9)), page_size=16, tree_words=2),
+    "decode": Case(rows=((1, 1), (1, 16), (1, 17), (1, 600)), page_size=16),
+    "mixed": Case(rows=((1, 40), (1, 129), (20, 20), (3, 200), (9, 571)), num_tokens=48, num_rows=8, page_size=16),
+    "window, soft cap, sinks": Case(rows=((1, 300), (3, 19), (20, 300)), page_size=16,
+                                    options={"window": 20, "soft_cap": 2.0, "sinks": SINKS}),
+    "bias and trees of two words": Case(rows=((1, 130), (40, 90), (3, 9)), page_size=16, tree_words=2, bias=True),
     "int8": Case(rows=((1, 40), (9, 40)), page_size=128, kv_dtype="int8"),
 }  # fmt: skip
 
 CASES = {
+    "no rows": Case(rows=(), num_rows=4, num_tokens=16, page_size=16),
+    "head 128, one kv head of 8": Case(rows=((1, 33), (20, 40)), head_dim=128, page_size=16, heads=(8, 1)),
+    "window": Case(rows=((1, 300), (3, 19), (20, 300)), page_size=16, options={"window": 20}),
+    "window over blocks": Case(rows=((1, 1200), (70, 1300)), page_size=16, options={"window": 700}),
+    "bias": Case(rows=((1, 1), (1, 130), (9, 140)), page_size=16, bias=True),
     "decode padded rows": Case(rows=((1, 5),), num_rows=4, num_tokens=4, page_size=16),
     "more rows than one program": Case(rows=((1, 20),) * 11, num_rows=12, num_tokens=12, page_size=16),
     "one long row among short ones": Case(rows=((1, 3), (1, 700), (1, 2), (1, 1)), page_size=16),
@@ -85,9 +90,8 @@ def test_named(name: str):
     run(FAST[name])
 
 
-@pytest.mark.parametrize("name", ["mixed"])
-def test_bfloat16(name: str):
-    run(FAST[name], dtype="bfloat16")
+def test_bfloat16():
+    run(replace(FAST["mixed"], head_dim=128), dtype="bfloat16")
 
 
 @pytest.mark.kernels
@@ -116,7 +120,7 @@ def random_batches(examples: int):
     return batches
 
 
-test_random_batches = random_batches(3)
+test_random_batches = random_batches(2)
 test_many_random_batches = pytest.mark.kernels(random_batches(60))
 
 SPEC = dict(num_heads=8, num_kv_heads=2, head_dim=128, page_size=128, dtype=jnp.dtype("bfloat16"),
@@ -133,7 +137,7 @@ SPEC = dict(num_heads=8, num_kv_heads=2, head_dim=128, page_size=128, dtype=jnp.
 ])  # fmt: skip
 def test_what_it_cannot_do_is_said_with_what_fits(change, missing):
     said = unsupported(AttentionSpec(**{**SPEC, **change}), "TPU v6 lite")
-    assert said is None if missing is None else __import__("re").search(missing, said)
+    assert said is None if missing is None else re.search(missing, said)
 
 
 @pytest.mark.parametrize("head_dim, shape", [

@@ -181,7 +181,7 @@ def small(blocks, problem: Problem):
     if isinstance(blocks, MixedBlocks):
         step = aligned_tokens(problem.group) * problem.group
         segment = problem.page_size if problem.quantized else min(problem.page_size, 32)
-        blocks = replace(blocks, query_rows=(step, 2 * step), split_rows=16, segment_tokens=segment)
+        blocks = replace(blocks, query_rows=(step, 2 * step), heads=1, split_rows=16, segment_tokens=segment)
     return blocks
 
 
