@@ -484,17 +484,20 @@ def attend(
     def body(*refs, **scratch):
         named = dict(zip((*names, *outputs), refs, strict=True)) | scratch
         sm, warpgroup = lax.axis_index("sm"), lax.axis_index("warpgroup")
-        registers = 232 if blocks.warpgroups + blocks.rings < 4 else 208
+        # Of the 65,536 registers that a multiprocessor's threads share; two warpgroups have all they can use anyway.
+        registers = {3: 232, 4: 208}.get(blocks.warpgroups + blocks.rings)
 
         @pl.when(warpgroup < blocks.warpgroups)
         def _():
-            plgpu.set_max_registers(registers, action="increase")
+            if registers:
+                plgpu.set_max_registers(registers, action="increase")
             ring = 0 if blocks.shared else warpgroup
             _compute(named, launch, warpgroup, ring, sm * blocks.rings + ring)
 
         @pl.when(warpgroup >= blocks.warpgroups)
         def _():
-            plgpu.set_max_registers(40, action="decrease")
+            if registers:
+                plgpu.set_max_registers(40, action="decrease")
             ring = warpgroup - blocks.warpgroups
             _move(named, launch, ring, sm * blocks.rings + ring)
 
