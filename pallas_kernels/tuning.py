@@ -13,8 +13,10 @@ and never by hand:
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,6 +51,40 @@ class Estimate:
         return max(overlapped) + self.fixed_seconds
 
 
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What a kernel asked `choose`; candidates: those that fit."""
+
+    kernel: str
+    shape: Shape
+    candidates: tuple[Any, ...]
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.kernel, shape_key(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """Within `searching`, `choose` records its questions here and gives these answers, by Question.key."""
+
+    answers: Mapping[tuple[str, str], Any] = field(default_factory=dict)
+    questions: dict[tuple[str, str], Question] = field(default_factory=dict)
+
+
+_search: ContextVar[Search | None] = ContextVar("search", default=None)
+
+
+@contextmanager
+def searching(search: Search) -> Iterator[None]:
+    """For `scripts.tune`: how it learns what a kernel could take, and makes it take it."""
+    token = _search.set(search)
+    try:
+        yield
+    finally:
+        _search.reset(token)
+
+
 def choose(
     kernel: str, shape: Shape, candidates: Sequence[Config], estimate: Callable[[Config], Estimate], device: Device,
     *, tables: Path = TABLES,
@@ -57,6 +93,12 @@ def choose(
 
     Equal cost: the earlier candidate. ValueError when none fits: it names the smallest and the limit.
     """
+    if (search := _search.get()) is not None:
+        fits = (one for one in candidates if estimate(one).block_bytes <= device.block_memory_bytes)
+        question = Question(kernel=kernel, shape=dict(shape), candidates=tuple(dict.fromkeys(fits)))
+        search.questions[question.key] = question
+        if question.key in search.answers:
+            return search.answers[question.key]
     measured = measured_config(kernel, shape, device, type(candidates[0]), tables=tables)
     if measured is not None and estimate(measured).block_bytes <= device.block_memory_bytes:
         return measured
@@ -96,8 +138,8 @@ def _memory(device: Device) -> str:
 def distance(a: Any, b: Any) -> float:
     """How far two configs of one class are apart: octaves, summed over their numbers; 1 for each other difference."""
     total = 0.0
-    for field in dataclasses.fields(a):
-        x, y = getattr(a, field.name), getattr(b, field.name)
+    for one in dataclasses.fields(a):
+        x, y = getattr(a, one.name), getattr(b, one.name)
         if isinstance(x, bool) or not isinstance(x, int) or not isinstance(y, int) or min(x, y) <= 0:
             total += float(x != y)
         else:

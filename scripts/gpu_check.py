@@ -33,7 +33,6 @@ from pallas_kernels.grouped_matmul import reference as grouped_reference
 from quant.experts import quantize_experts
 from scripts.aot.cases import (
     DECODE,
-    LAYERS,
     PREFILL,
     Rows,
     grouped_matmul,
@@ -42,7 +41,7 @@ from scripts.aot.cases import (
     ragged_paged,
 )
 from scripts.aot.models import ATTENTION, EXPERTS, LATENT, AttentionShape
-from scripts.aot.program import Program
+from scripts.aot.timing import program_seconds, seconds_of
 from tests.kernels import latent_cases, ragged_cases  # the same batches as the tests; needs a checkout
 from tests.tolerances import GROUPED_MATMUL
 
@@ -182,22 +181,6 @@ def run_timing(device: Any) -> int:
     return failed
 
 
-def seconds_of(make: Callable[[int], Callable[[], Any]], repeats: int) -> float:
-    """Seconds of one pass: make(n) is a call that does n passes on the device; what a call itself costs cancels out."""
-    few, many = max(repeats // 8, 1), repeats
-    runs = {n: make(n) for n in (few, many)}
-    best = {}
-    for n, run in runs.items():
-        jax.block_until_ready(run())
-        times = []
-        for _ in range(3):
-            started = time.perf_counter()
-            jax.block_until_ready(run())
-            times.append(time.perf_counter() - started)
-        best[n] = min(times)
-    return (best[many] - best[few]) / (many - few)
-
-
 def copy_bandwidth(num_bytes: int = 1 << 30) -> float:
     """Bytes a second, read and written, of XLA's loop over a large array."""
     x = jnp.zeros(num_bytes // 4, jnp.float32)
@@ -209,35 +192,6 @@ def copy_bandwidth(num_bytes: int = 1 << 30) -> float:
     return 2 * num_bytes / seconds_of(make, 40)
 
 
-def attention_seconds(program: Program, repeats: int) -> float:
-    """Passes that depend on each other (the output is the next query) and alternate between layers, so that the second
-    level cache does not serve them."""
-    q, *arguments = jax.jit(program.inputs)()
-    pages = {"pages": arguments.pop(program.donate[0] - 1)}
-
-    def make(n: int) -> Callable[[], Any]:
-        def passes(q, pages, arguments):
-            def one(i, carry):
-                q, pages = carry
-                full = [q, *arguments]
-                full.insert(program.donate[0], pages)
-                full[program.donate[0] + 1] = i % LAYERS
-                out, pages = program.fn(*full)
-                return out, pages
-
-            return jax.lax.fori_loop(0, n, one, (q, pages))
-
-        compiled = jax.jit(passes, donate_argnums=1).lower(q, pages["pages"], arguments).compile()
-
-        def run() -> Any:
-            out, pages["pages"] = compiled(q, pages["pages"], arguments)
-            return out
-
-        return run
-
-    return seconds_of(make, repeats)
-
-
 def kv_bytes(shape: AttentionShape, rows: Rows) -> int:
     """What a decode step has to read."""
     itemsize = jnp.dtype(shape.kv_dtype).itemsize
@@ -245,7 +199,7 @@ def kv_bytes(shape: AttentionShape, rows: Rows) -> int:
 
 
 def time_decode(shape: AttentionShape, device: Any, copy: float) -> Timing:
-    seconds = attention_seconds(ragged_paged(shape, DECODE, "mosaic_gpu", [device], pool_bytes=0), 64)
+    seconds = program_seconds(ragged_paged(shape, DECODE, "mosaic_gpu", [device], pool_bytes=0), 64)
     rate = kv_bytes(shape, DECODE) / seconds
     return Timing(name=f"{DECODE.name}, {shape.name}", seconds=seconds, rate=f"{rate / 1e12:.2f} TB/s",
                   share=rate / copy, against="the copy", target=DECODE_TARGET)  # fmt: skip
@@ -291,7 +245,7 @@ def time_prefill(shape: AttentionShape, device: Any) -> Timing:
         return lambda: compiled(q, k, v)
 
     cudnn = seconds_of(make, 16)
-    seconds = attention_seconds(ragged_paged(shape, PREFILL, "mosaic_gpu", [device], pool_bytes=0), 16)
+    seconds = program_seconds(ragged_paged(shape, PREFILL, "mosaic_gpu", [device], pool_bytes=0), 16)
     return Timing(
         name=f"{PREFILL.name} causal, {shape.name}", seconds=seconds, rate=f"{flops / seconds / 1e12:.0f} Tflop/s",
         share=cudnn / seconds, target=PREFILL_TARGET,
@@ -302,7 +256,7 @@ def time_prefill(shape: AttentionShape, device: Any) -> Timing:
 def time_latent(device: Any, copy: float) -> Timing:
     shape = LATENT["deepseek-v3/8"]
     program = latent_attention(shape, DECODE, "mosaic_gpu", [device], pool_bytes=0)
-    seconds = attention_seconds(program, 64)
+    seconds = program_seconds(program, 64)
     rate = DECODE.num_rows * DECODE.kv_len * 2 * (shape.latent_dim + shape.rope_dim) / seconds
     return Timing(name=f"{DECODE.name}, {shape.name}", seconds=seconds, rate=f"{rate / 1e12:.2f} TB/s",
                   share=rate / copy, against="the copy")  # fmt: skip
@@ -312,20 +266,7 @@ def time_experts(backend: str, device: Any, copy: float) -> Timing:
     """A decode step: bound by the weights' bytes."""
     shape, tokens = EXPERTS["mixtral-8x7b up"], 64
     program = grouped_matmul(shape, tokens * shape.top, backend, [device])
-    lhs, weights, sizes = jax.jit(program.inputs)()
-
-    def make(n: int) -> Callable[[], Any]:
-        def passes(lhs, weights, sizes):
-            def one(_, lhs):  # the next pass waits for this one's result
-                out = program.fn(lhs, weights, sizes)
-                return lhs + out[:, : lhs.shape[1]] * jnp.bfloat16(1e-6)
-
-            return jax.lax.fori_loop(0, n, one, lhs)
-
-        compiled = jax.jit(passes).lower(lhs, weights, sizes).compile()
-        return lambda: compiled(lhs, weights, sizes)
-
-    seconds = seconds_of(make, 32)
+    seconds = program_seconds(program, 32)
     rate = 2 * shape.experts * shape.d * shape.f / seconds
     kernel = "jax.lax.ragged_dot" if backend == "xla" else "grouped matmul"
     return Timing(name=f"{tokens} tokens, {shape.name}, {kernel}", seconds=seconds, rate=f"{rate / 1e12:.2f} TB/s",

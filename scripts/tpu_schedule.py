@@ -129,8 +129,8 @@ def print_report(target: Target, shapes: list[str], *, with_jax: bool) -> None:
     device = target.device
     clock, bandwidth = device.clock_hz / 1e9, device.hbm_bandwidth / 1e12
     print(f"\n{target.name} ({device.kinds[0]}, {clock:.2f} GHz, {bandwidth:.2f} TB/s)")
-    print("bundles: of the loop that computes, without masks; masked: the same at an edge; spills: vector registers\n"
-          "to memory and back in it; DMA: time of the block's bytes at full bandwidth, in bundles; units: slots used")
+    print("bundles: of the loop that computes, without masks; masked: of the loop at an edge; spills: vector\n"
+          "registers to memory and back; DMA: the block's bytes at full bandwidth, in bundles; units: slots used")
     for step in ("decode", "chunk"):
         unit = "bundles a KV token" if step == "decode" else "bundles a (query, key, head) pair, chunk of 512"
         print(f"\n  {step}: {unit}")

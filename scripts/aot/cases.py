@@ -212,8 +212,8 @@ def ring_attention(shape: AttentionShape, tokens: int, kv_len: int, backend_name
         slots = ring.write_positions(slots, table, lengths, cu_q_lens, positions)
         plan = ring.ring_plan(slots, table, lengths, cu_q_lens, positions, axis_name=RING_AXIS, config=config,
                               window=shape.window)
-        out, pages = backend.attend(q, k, v, pages, jnp.int32(1), plan, scale=shape.head_dim**-0.5)
-        return out[None], pages[None]
+        done = backend.attend(q, k, v, pages, jnp.int32(1), plan, scale=shape.head_dim**-0.5)
+        return jax.tree.map(lambda x: x[None], done)
 
     split = jax.sharding.PartitionSpec(RING_AXIS)
     fn = jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)

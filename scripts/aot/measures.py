@@ -18,7 +18,8 @@ from scripts.aot.models import AttentionShape
 @dataclass(frozen=True, kw_only=True)
 class Measure:
     """Of one pass over `tokens` KV tokens, for `queries` (query, query head) rows: bundles of the loops, their
-    instructions, and the bytes that come from HBM meanwhile. edge: bundles of the same with masks."""
+    instructions, and the bytes that come from HBM meanwhile. edge: bundles of the loops with masks, whose blocks may be
+    smaller."""
 
     blocks: str
     tokens: int
