@@ -11,12 +11,14 @@ Axis letters: M rows, D contracted, F columns, E experts held by this device, A 
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.backends import choose
 from pallas_kernels.devices import DEVICES, Device, device_of_kind
 from pallas_kernels.grouped_matmul import config, mosaic_gpu, mosaic_tpu, xla
 from pallas_kernels.grouped_matmul.config import GpuBlocks, TpuBlocks
@@ -153,38 +155,26 @@ class Backend:
 
 
 _KERNELS = {"mosaic_tpu": mosaic_tpu, "mosaic_gpu": mosaic_gpu}
-_PLATFORM = {"mosaic_tpu": "tpu", "mosaic_gpu": "gpu"}
 _SIMULATED = {"mosaic_tpu": DEVICES["v6e"], "mosaic_gpu": DEVICES["h200"]}  # what a simulated kernel is fitted to
 
 
 def choose_backend(name: str, spec: ExpertsSpec, device: Any) -> Backend:
-    """`name` is a backend or "auto": the jax device's kernel where it supports the spec, else "xla".
-
-    A kernel asked for by name on a CPU is simulated. Raises ValueError with what is missing.
-    """
-    platform, fallback = device.platform, None
-    if name == "auto":
-        name = {"tpu": "mosaic_tpu", "gpu": "mosaic_gpu"}.get(platform, "xla")
-        if name in _KERNELS and (missing := _missing(name, spec, device)) is not None:
-            name, fallback = "xla", f"{name}: {missing}"
-    if name == "xla":
-        return Backend(name=name, spec=spec, device=None, native=platform != "cpu", simulated=False, fallback=fallback)
-    if name not in _KERNELS:
-        raise ValueError(f"grouped matmul backend {name!r} is not one of auto, xla, {', '.join(_KERNELS)}")
-    if platform not in (_PLATFORM[name], "cpu"):
-        raise ValueError(f"grouped matmul backend {name!r} runs on {_PLATFORM[name]} (simulated on cpu), "
-                         f"not on {platform}")  # fmt: skip
-    if (missing := _missing(name, spec, device)) is not None:
-        raise ValueError(f"grouped matmul backend {name!r}: {missing}")
-    simulated = platform == "cpu"
-    fitted = _SIMULATED[name] if simulated else device_of_kind(device.device_kind)
-    return Backend(name=name, spec=spec, device=fitted, native=False, simulated=simulated, fallback=None)
+    """See `pallas_kernels.backends.choose`. Raises ValueError with what is missing."""
+    backends = {name: partial(_missing, module) for name, module in _KERNELS.items()} | {"xla": lambda spec, kind: None}
+    choice = choose("grouped matmul", name, backends, spec, device)
+    fitted = None
+    if choice.name in _KERNELS:
+        fitted = _SIMULATED[choice.name] if choice.simulated else device_of_kind(device.device_kind)
+    native = choice.name == "xla" and device.platform != "cpu"
+    return Backend(name=choice.name, spec=spec, device=fitted, native=native, simulated=choice.simulated,
+                   fallback=choice.fallback)  # fmt: skip
 
 
-def _missing(name: str, spec: ExpertsSpec, device: Any) -> str | None:
-    if device.platform != "cpu":
-        try:
-            device_of_kind(device.device_kind)
-        except KeyError as error:
-            return str(error.args[0])
-    return _KERNELS[name].unsupported(spec)
+def _missing(kernel: Any, spec: ExpertsSpec, kind: str | None) -> str | None:
+    """kind: None for a simulated device."""
+    try:
+        if kind is not None:
+            device_of_kind(kind)
+    except KeyError as error:
+        return str(error.args[0])
+    return kernel.unsupported(spec)
