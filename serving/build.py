@@ -20,8 +20,7 @@ from checkpoints.open import Checkpoint, open_checkpoint
 from checkpoints.orbax_folder import restore_params
 from model.config import ModelConfig
 from model.families.common import UnsupportedModel
-from model.families.names import may_be_left_over
-from model.families.registry import param_sources, read_config
+from model.families.registry import may_be_left_over, param_sources, read_config
 from model.transformer import Path as ParamPath
 from model.transformer import Transformer, abstract_model, param_axes, with_params
 from pallas_kernels.ragged_paged_attention.api import AttentionSpec, Backend, Choice, choose_backend

@@ -45,6 +45,10 @@ class ConfigReader:
             raise UnsupportedModel(f"config.json: {key}={value!r} must be an object")
         return dict(value)
 
+    def nested(self, key: str, defaults: Mapping[str, Any]) -> "ConfigReader":
+        """A reader of the config within this one. Whoever asks for it finishes it."""
+        return ConfigReader({**defaults, **self.take_dict(key)}, self._context)
+
     def require(self, key: str) -> Any:
         value = self.take(key)
         if value is None:

@@ -1,12 +1,14 @@
-"""Gemma 2 and the text part of Gemma 3: norms on both sides of attention and MLP that multiply by 1 + weight, scaled
+"""Gemma 2 and the text of Gemma 3: norms on both sides of attention and MLP that multiply by 1 + weight, scaled
 embeddings, local layers between global ones."""
 
+from dataclasses import replace
 from typing import Any
 
 from model.config import QKVO, ModelConfig
 from model.families.common import ConfigReader, base_fields, biases, window_layers
 from model.families.names import LLAMA, Names
 
+VISION = ("vision_tower.*", "multi_modal_projector.*")  # tensors
 _GELU = "gelu_pytorch_tanh"
 
 
@@ -27,6 +29,20 @@ def read_gemma3(reader: ConfigReader) -> ModelConfig:
     rope, local_rope = reader.global_and_local_rope(head_dim, theta=1_000_000.0, local_theta=local_theta)
     layers = window_layers(reader, rope, window, local_rope, default=lambda layer: (layer + 1) % period != 0)
     return ModelConfig(layers=layers, qk_norm="head", **fields)
+
+
+def read_multimodal(reader: ConfigReader) -> ModelConfig:
+    """Gemma 3 with a vision tower, which is not loaded: text only. Its config leaves out what has this default."""
+    for key in ("vision_config", "mm_tokens_per_image", *(f"{x}_token_{y}" for x in ("boi", "eoi", "image")
+                                                         for y in ("index", "id"))):  # fmt: skip
+        reader.take(key)
+    defaults = dict(vocab_size=262_208, num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=131_072,
+                    bos_token_id=reader.take("bos_token_id"), eos_token_id=reader.take("eos_token_id"))  # fmt: skip
+    text = reader.nested("text_config", defaults)
+    config = read_gemma3(text)
+    text.finish()
+    tied = reader.take("tie_word_embeddings", True)
+    return replace(config, family=reader.require("model_type"), tie_embeddings=bool(tied))
 
 
 def _fields(reader: ConfigReader) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 `model.layers.<number>.`, mostly Llama's."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 
 from checkpoints.tensors import ParamSource, Rows
 from model.config import ModelConfig
@@ -12,7 +11,10 @@ Path = tuple[str, ...]
 # A tensor's name, or its name and the rows that are the parameter's where several are stored as one.
 Names = Mapping[Path, str | tuple[str, Rows]]
 
-_EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+HEAD = "lm_head.weight"
+_OUTSIDE: Mapping[Path, str] = {
+    ("embedding",): "model.embed_tokens.weight", ("head",): HEAD, ("norm", "scale"): "model.norm.weight",
+}  # fmt: skip
 
 LLAMA: Names = {
     **{("attention", x): f"self_attn.{x}_proj.weight" for x in "qkvo"},
@@ -43,31 +45,24 @@ def fused_gate_up(config: ModelConfig) -> Names:
     return fused("mlp.gate_up_proj.weight", {("mlp", x): config.intermediate_size for x in ("gate", "up")})
 
 
-def sources(config: ModelConfig, names: Names, paths: Iterable[Path]) -> dict[Path, ParamSource]:
-    """Of every parameter that the model has."""
-    return {path: _source(config, names, path) for path in paths}
+def sources(config: ModelConfig, names: Names, paths: Iterable[Path], prefix: str = "") -> dict[Path, ParamSource]:
+    """Of every parameter that the model has. prefix: of all names."""
+    return {path: _source(config, names, path, prefix) for path in paths}
 
 
-def _source(config: ModelConfig, names: Names, path: Path) -> ParamSource:
+def _source(config: ModelConfig, names: Names, path: Path, prefix: str) -> ParamSource:
     match path:
-        case ("embedding",):
-            return ParamSource(names=(_EMBEDDING,), stacked=False)
-        case ("head",):
-            return ParamSource(names=(_HEAD,), stacked=False)
-        case ("norm", "scale"):
-            return ParamSource(names=(_NORM,), stacked=False)
         case ("stacks", stack, "layers", place, *of_layer):
             layers = config.stacks[int(stack)].layers_at(int(place))
+        case _ if path in _OUTSIDE:
+            return ParamSource(names=(prefix + _OUTSIDE[path],), stacked=False)
         case _:
             raise KeyError(f"no tensor is known for the parameter {'.'.join(path)}")
     entry = names[tuple(of_layer)]
     name, rows = (entry, None) if isinstance(entry, str) else entry
-    matrix = not path[-1].endswith(("bias", "scale"))  # Hugging Face stores [out, in]
-    source = ParamSource(names=tuple(f"model.layers.{layer}.{name}" for layer in layers), stacked=True,
-                         transpose=matrix)
-    return source if rows is None else replace(source, rows=rows)
-
-
-def may_be_left_over(config: ModelConfig) -> tuple[str, ...]:
-    """Tensors that a checkpoint may hold for nothing."""
-    return (_HEAD,) if config.tie_embeddings else ()
+    return ParamSource(
+        names=tuple(f"{prefix}model.layers.{layer}.{name}" for layer in layers),
+        stacked=True,
+        transpose=not path[-1].endswith(("bias", "scale")),  # Hugging Face stores matrices as [out, in]
+        rows=rows,
+    )

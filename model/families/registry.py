@@ -8,13 +8,17 @@ from checkpoints.tensors import ParamSource
 from model.config import ModelConfig
 from model.families import gemma, glm, granite, llama, mistral, olmo, phi, qwen
 from model.families.common import ConfigReader, UnsupportedModel
-from model.families.names import LLAMA, Names, Path, sources
+from model.families.names import HEAD, LLAMA, Names, Path, sources
 
 
 @dataclass(frozen=True)
 class Family:
+    """prefix: of all its tensors. ignored: patterns of tensors that it has no place for."""
+
     read_config: Callable[[ConfigReader], ModelConfig]
     names: Callable[[ModelConfig], Names] = lambda config: LLAMA
+    prefix: str = ""
+    ignored: tuple[str, ...] = ()
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -24,6 +28,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3": Family(qwen.read_qwen3),
     "gemma2": Family(gemma.read_gemma2, gemma.names),
     "gemma3_text": Family(gemma.read_gemma3, gemma.names),
+    "gemma3": Family(gemma.read_multimodal, gemma.names, "language_model.", gemma.VISION),
     "phi3": Family(phi.read_phi3, phi.names),
     "glm": Family(glm.read_glm, glm.names),
     "glm4": Family(glm.read_glm4, glm.names),
@@ -54,4 +59,11 @@ def read_config(hf: Mapping[str, Any], context: int | None = None) -> ModelConfi
 
 def param_sources(config: ModelConfig, paths: Iterable[Path]) -> dict[Path, ParamSource]:
     """Which checkpoint tensors make each of the model's parameters."""
-    return sources(config, FAMILIES[config.family].names(config), paths)
+    family = FAMILIES[config.family]
+    return sources(config, family.names(config), paths, family.prefix)
+
+
+def may_be_left_over(config: ModelConfig) -> tuple[str, ...]:
+    """Patterns of tensors that a checkpoint may hold for nothing."""
+    family = FAMILIES[config.family]
+    return (*family.ignored, family.prefix + HEAD) if config.tie_embeddings else family.ignored

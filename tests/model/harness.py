@@ -12,8 +12,7 @@ from checkpoints.load import load_params
 from checkpoints.open import open_checkpoint
 from model.batch import StepBatch
 from model.config import ModelConfig
-from model.families.names import may_be_left_over
-from model.families.registry import param_sources, read_config
+from model.families.registry import may_be_left_over, param_sources, read_config
 from model.transformer import Transformer, abstract_model, param_axes, with_params
 from pallas_kernels.ragged_paged_attention.api import KVLayout
 from pallas_kernels.ragged_paged_attention.xla import ragged_paged_attention
