@@ -11,15 +11,31 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.interpret import gpu_params
-from pallas_kernels.latent_attention.mosaic_gpu import KV_TOKENS, STAGES
+from pallas_kernels.latent_attention.mosaic_gpu import KV_TOKENS
+from pallas_kernels.ragged_paged_attention.mosaic_gpu import kernel as ragged
 from pallas_kernels.ragged_paged_attention.mosaic_gpu.config import QUERY_ROWS, Blocks
 from pallas_kernels.ragged_paged_attention.mosaic_gpu.kernel import (
-    LOG2E, LOWEST, MASKED, ROW, SEMANTICS, TILE, Launch, matrix, rows_of, _iota as iota, _needs_mask as needs_mask, _visible as visible,
-)  # fmt: skip
+    LOG2E,
+    LOWEST,
+    MASKED,
+    ROW,
+    SEMANTICS,
+    TILE,
+    Launch,
+    matrix,
+    rows_of,
+)
 from pallas_kernels.ragged_paged_attention.mosaic_gpu.merge import merge
 from pallas_kernels.ragged_paged_attention.mosaic_gpu.schedule import (
-    BEGIN, ITEM, SEGMENTS, STOP, Batch, Segment, make_schedule, read_segment,
-)  # fmt: skip
+    BEGIN,
+    ITEM,
+    SEGMENTS,
+    STOP,
+    Batch,
+    Segment,
+    make_schedule,
+    read_segment,
+)
 
 _HALF = KV_TOKENS // 2  # keys of a KV block whose scores one warpgroup makes
 
@@ -39,12 +55,12 @@ def attend(
     if tree_mask is not None:
         tree = jnp.repeat(lax.bitcast_convert_type(tree_mask, jnp.int32), num_heads, axis=0)
         tree = jnp.pad(tree, ((0, padded - rows), (0, 0))).T
-    # Of ragged attention: one kv head; `blocks` as its rows, keys and workers are counted: one for each block of the grid.
+    # As of ragged attention with one kv head; one warpgroup and ring means a worker for each block of the grid.
     launch = Launch(
         group=num_heads, num_kv_heads=1, num_pages=num_pages, page_size=page_size, head_dim=latent_dim,
         dtype=q_latent.dtype, kv_dtype=kv_pages.dtype, blocks=Blocks(kv_tokens=KV_TOKENS, warpgroups=1), sms=sms,
         window=None, soft_cap=soft_cap, tree_words=0 if tree is None else tree.shape[0], bias=False, sinks=False,
-        interpret=interpret,
+        mean_tokens=page_table.size * page_size // 2, interpret=interpret,
     )  # fmt: skip
     schedule = make_schedule(
         Batch(kv_lens, cu_q_lens, distribution.at[0].set(0)), group=num_heads, num_kv_heads=1, rows=QUERY_ROWS,
@@ -64,15 +80,7 @@ def attend(
         named = dict(zip(names, refs, strict=True)) | scratch
         worker, warpgroup = lax.axis_index("sm"), lax.axis_index("warpgroup")
 
-        @pl.when(warpgroup < 2)
-        def _():
-            plgpu.set_max_registers(232, action="increase")
-            _compute(named, launch, warpgroup, worker, scale)
-
-        @pl.when(warpgroup == 2)
-        def _():
-            plgpu.set_max_registers(40, action="decrease")
-            _move(named, launch, worker)
+        _compute(named, launch, warpgroup, worker, scale)
 
     call = plgpu.kernel(
         body,
@@ -85,9 +93,12 @@ def attend(
         scratch_types=_scratch(launch, row_dim - latent_dim),
         grid=(sms,),
         grid_names=("sm",),
-        num_threads=3,
+        num_threads=2,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=SEMANTICS),
+        cost_estimate=_cost(launch, row_dim),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=SEMANTICS, reduction_scratch_bytes=0,  # rows lie within a warp
+        ),
         interpret=gpu_params() if interpret else None,
     )
     out = merge(launch, schedule, *call(*operands.values()), None)
@@ -96,60 +107,51 @@ def attend(
 
 def _scratch(launch: Launch, rope_dim: int) -> dict[str, Any]:
     columns = launch.head_dim // 2
-    copies = 2 * 3 * (_HALF // _piece(launch))  # of a KV block: key halves x (column halves and rope) x pieces
+    copies = 3 * (KV_TOKENS // _piece(launch))  # of a KV block: column halves and rope, in pieces of tokens
     return dict(
         q_smem=matrix((2, QUERY_ROWS, columns), launch.dtype),  # the results, at the end
         q_rope_smem=matrix((QUERY_ROWS, rope_dim), launch.dtype),
-        kv_smem=matrix((STAGES, 2, 2, _HALF, columns), launch.kv_dtype),  # key half, column half
-        rope_smem=matrix((STAGES, 2, _HALF, rope_dim), launch.kv_dtype),
-        weights_smem=matrix((2, QUERY_ROWS, _HALF), launch.dtype),
+        kv_smem=matrix((2, 2, KV_TOKENS, columns), launch.kv_dtype),  # by column halves
+        rope_smem=matrix((2, KV_TOKENS, rope_dim), launch.kv_dtype),
+        weights_smem=plgpu.SMEM((QUERY_ROWS, KV_TOKENS + 8), launch.dtype),  # 8 more: rows in different banks
         row_smem=plgpu.SMEM((2, QUERY_ROWS), jnp.float32),  # what warpgroups tell each other of their rows
         q_full=plgpu.Barrier(num_arrivals=3),
-        kv_full=plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
-        kv_empty=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        kv_full=plgpu.Barrier(num_arrivals=copies, num_barriers=2),
         both=plgpu.Barrier(num_arrivals=2),
     )
 
 
+def _cost(launch: Launch, row_dim: int) -> pl.CostEstimate:
+    pairs = launch.mean_tokens * max(launch.group, QUERY_ROWS)
+    return pl.CostEstimate(
+        flops=2 * pairs * (row_dim + launch.head_dim), transcendentals=pairs,
+        bytes_accessed=launch.mean_tokens * row_dim * jnp.dtype(launch.kv_dtype).itemsize,
+    )  # fmt: skip
+
+
 def _piece(launch: Launch) -> int:
     """Tokens of one copy."""
-    return min(_HALF, launch.page_size)
+    return min(KV_TOKENS, launch.page_size)
 
 
-def _move(refs: dict, launch: Launch, worker) -> None:
-    """Fills the ring with the KV blocks of a worker's segments, one after the other."""
-    workers, items, piece, page_size = refs["workers"], refs["items"], _piece(launch), launch.page_size
-    begin, stop, item = workers[worker, BEGIN], workers[worker, STOP], workers[worker, ITEM]
-    layer, columns = refs["layer"][0], launch.head_dim // 2
-    rope_dim = refs["rope_smem"].shape[-1]
+def _fetch(refs: dict, launch: Launch, segment: Segment, block, slot, lane) -> None:
+    """Starts the copies of a KV block: this warpgroup's columns, and the rotated keys by the first."""
+    piece, page_size, columns = _piece(launch), launch.page_size, launch.head_dim // 2
+    last = lax.div(segment.end - 1, page_size)
+    barrier = refs["kv_full"].at[slot]
+    for at in range(0, KV_TOKENS, piece):
+        token = block * KV_TOKENS + at
+        number = jnp.minimum(lax.div(token, page_size), last)  # the table ends there
+        page = refs["layer"][0] * launch.num_pages + refs["table"][segment.table_row, number]
+        rows = pl.ds(page * page_size + (lax.rem(token, page_size) if piece < page_size else 0), piece)
+        into = pl.ds(at, piece)
+        source = refs["pages"].at[rows, pl.ds(lane * columns, columns)]
+        plgpu.copy_gmem_to_smem(source, refs["kv_smem"].at[slot, lane, into], barrier)
 
-    def fetch(segment: Segment, block, slot) -> None:
-        last = lax.div(segment.end - 1, page_size)
-        for at in range(0, KV_TOKENS, piece):
-            token = block * KV_TOKENS + at
-            number = jnp.minimum(lax.div(token, page_size), last)  # the table ends there
-            page = layer * launch.num_pages + refs["table"][segment.table_row, number]
-            rows = pl.ds(page * page_size + (lax.rem(token, page_size) if piece < page_size else 0), piece)
-            half, into = at // _HALF, pl.ds(at % _HALF, piece)
-            barrier = refs["kv_full"].at[slot]
-            for column in range(2):
-                source = refs["pages"].at[rows, pl.ds(column * columns, columns)]
-                plgpu.copy_gmem_to_smem(source, refs["kv_smem"].at[slot, half, column, into], barrier)
-            source = refs["pages"].at[rows, pl.ds(2 * columns, rope_dim)]
-            plgpu.copy_gmem_to_smem(source, refs["rope_smem"].at[slot, half, into], barrier)
-
-    def one_segment(n, filled):
-        segment = read_segment(items, item + n, begin, stop, 1)
-
-        def one_block(i, filled):
-            slot = lax.rem(filled, STAGES)
-            pl.when(filled >= STAGES)(lambda: plgpu.barrier_wait(refs["kv_empty"].at[slot]))
-            fetch(segment, i, slot)
-            return filled + 1
-
-        return lax.fori_loop(segment.lo, segment.hi, one_block, filled)
-
-    lax.fori_loop(0, workers[worker, SEGMENTS], one_segment, jnp.int32(0))
+        @pl.when(lane == 0)
+        def _(rows=rows, into=into):
+            source = refs["pages"].at[rows, pl.ds(2 * columns, refs["rope_smem"].shape[-1])]
+            plgpu.copy_gmem_to_smem(source, refs["rope_smem"].at[slot, into], barrier)
 
 
 def _compute(refs: dict, launch: Launch, lane, worker, scale: float) -> None:
@@ -161,6 +163,7 @@ def _compute(refs: dict, launch: Launch, lane, worker, scale: float) -> None:
     halves = replace(launch, blocks=Blocks(kv_tokens=_HALF, warpgroups=1))  # masks count keys in halves of blocks
     shape = (QUERY_ROWS, _HALF)
     other = 1 - lane
+    mine = pl.ds(pl.multiple_of(lane * _HALF, _HALF), _HALF)  # keys of a block
 
     def meet() -> None:
         """What one warpgroup wrote to shared memory before, the other sees after."""
@@ -185,40 +188,43 @@ def _compute(refs: dict, launch: Launch, lane, worker, scale: float) -> None:
     def scores_of(slot):
         def product(acc):
             for column in range(2):
-                plgpu.wgmma(acc, refs["q_smem"].at[column], refs["kv_smem"].at[slot, lane, column].transpose((1, 0)))
-            plgpu.wgmma(acc, refs["q_rope_smem"], refs["rope_smem"].at[slot, lane].transpose((1, 0)))
+                keys = refs["kv_smem"].at[slot, column, mine]
+                plgpu.wgmma(acc, refs["q_smem"].at[column], keys.transpose((1, 0)))
+            plgpu.wgmma(acc, refs["q_rope_smem"], refs["rope_smem"].at[slot, mine].transpose((1, 0)))
             return acc[...]
 
         return pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
 
-    def accumulate(acc, slot):
-        """The one step that differs in interpret mode, whose wgmma takes no first value."""
+    def accumulate(acc, slot, weights):
+        """The one step that differs in interpret mode: its wgmma takes no operand from registers and no first value."""
+        values = refs["kv_smem"].at[slot, lane]
         if launch.interpret:
-            for half in range(2):
-                weights, values = refs["weights_smem"].at[half], refs["kv_smem"].at[slot, half, lane]
-                acc = acc + jnp.dot(weights[...], values[...], preferred_element_type=jnp.float32)
+            acc = acc + jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
             plgpu.commit_smem()  # its reads come before the next copy into the same place
             return acc
-
-        def product(ref):
-            for half in range(2):
-                plgpu.wgmma(ref, refs["weights_smem"].at[half], refs["kv_smem"].at[slot, half, lane])
-
-        return pl.run_state(product)(plgpu.ACC.init(acc))
+        return pl.run_state(lambda out: plgpu.wgmma(out, weights, values))(plgpu.ACC.init(acc))
 
     def clear(slot, valid) -> None:
-        """Zeroes this warpgroup's keys from `valid` on: what lies there may be NaN, and weights of 0 would keep it."""
-        for column in range(2):
-            ref = refs["kv_smem"].at[slot, lane, column]
-            for at in range(0, columns, 64):
-                some = ref.at[:, pl.ds(at, 64)]
-                values = plgpu.load(some, layout=TILE, optimized=False)
-                keep = iota(values.shape, 0) < valid
-                some[...] = jnp.where(keep, values, jnp.zeros_like(values))
+        """Zeroes this warpgroup's columns from key `valid` on: they may be NaN, and weights of 0 would keep that."""
+        for at in range(0, columns, 64):
+            some = refs["kv_smem"].at[slot, lane, :, pl.ds(at, 64)]
+            values = some[...]
+            some[...] = jnp.where(plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=TILE) < valid, values, jnp.zeros_like(values))
 
-    def one_block(segment: Segment, i, carry):
+    def fetch_next(n, segment: Segment, i, slot) -> None:
+        """The block after block i of segment n, or the first of the next segment."""
+        pl.when(i + 1 < segment.hi)(lambda: _fetch(refs, launch, segment, i + 1, slot, lane))
+
+        @pl.when((i + 1 >= segment.hi) & (n + 1 < segments))
+        def _():
+            following = read_segment(items, item + n + 1, begin, stop, 1)
+            _fetch(refs, launch, following, following.lo, slot, lane)
+
+    def one_block(n, segment: Segment, i, carry):
         acc, maximum, total, taken = carry
-        slot = lax.rem(taken, STAGES)
+        slot = lax.rem(taken, 2)
+        meet()  # neither reads the former block any more
+        fetch_next(n, segment, i, 1 - slot)
         half = 2 * i + lane
         plgpu.barrier_wait(refs["kv_full"].at[slot])
         scores = scores_of(slot)
@@ -227,21 +233,21 @@ def _compute(refs: dict, launch: Launch, lane, worker, scale: float) -> None:
         else:
             scores, factor = jnp.tanh(scores * (scale / launch.soft_cap)), launch.soft_cap * LOG2E
         scores = lax.cond(
-            needs_mask(halves, segment, half, 0),
-            lambda s: jnp.where(visible(refs, halves, segment, half, 0, shape), s, MASKED), lambda s: s, scores,
+            ragged._needs_mask(halves, segment, half, 0),
+            lambda s: jnp.where(ragged._visible(refs, halves, segment, half, 0, shape), s, MASKED), lambda s: s, scores,
         )  # fmt: skip
 
-        mine = jnp.max(scores, axis=1) * factor
-        highest = jnp.maximum(maximum, jnp.maximum(mine, exchange(mine)))
+        largest = jnp.max(scores, axis=1) * factor
+        highest = jnp.maximum(maximum, jnp.maximum(largest, exchange(largest)))
         rescale = jnp.exp2(maximum - highest)
         weights = jnp.exp2(scores * factor - rows_of(highest, shape))
         total = total * rescale + jnp.sum(weights, axis=1)
-        refs["weights_smem"].at[lane][...] = weights.astype(launch.dtype)
-        valid = segment.end - half * _HALF
-        pl.when(valid < _HALF)(lambda: clear(slot, valid))
+        plgpu.store(refs["weights_smem"].at[:, mine], weights.astype(launch.dtype), optimized=False)
+        valid = segment.end - i * KV_TOKENS
+        pl.when(valid < KV_TOKENS)(lambda: clear(slot, valid))
         meet()
-        acc = accumulate(acc * rows_of(rescale, acc.shape), slot)
-        plgpu.barrier_arrive(refs["kv_empty"].at[slot])
+        weights = plgpu.load(refs["weights_smem"].at[:, pl.ds(0, KV_TOKENS)], layout=TILE, optimized=False)
+        acc = accumulate(acc * rows_of(rescale, acc.shape), slot, weights)
         return acc, highest, total, taken + 1
 
     def finish(segment: Segment, acc, total) -> None:
@@ -277,13 +283,18 @@ def _compute(refs: dict, launch: Launch, lane, worker, scale: float) -> None:
         maximum = plgpu.layout_cast(jnp.full((QUERY_ROWS,), LOWEST, jnp.float32), ROW)
         total = plgpu.layout_cast(jnp.zeros((QUERY_ROWS,), jnp.float32), ROW)
         acc, maximum, total, taken = lax.fori_loop(
-            segment.lo, segment.hi, partial(one_block, segment), (acc, maximum, total, taken)
+            segment.lo, segment.hi, partial(one_block, n, segment), (acc, maximum, total, taken)
         )
         total = total + exchange(total)
         pl.when(segment.whole)(lambda: finish(segment, acc, total))
         pl.when(jnp.logical_not(segment.whole))(lambda: keep_part(segment, acc, maximum, total))
         meet()  # before the next queries and totals take the place of these
         return taken
+
+    @pl.when(segments > 0)
+    def _():
+        first = read_segment(items, item, begin, stop, 1)
+        _fetch(refs, launch, first, first.lo, 0, lane)
 
     lax.fori_loop(0, segments, one_segment, jnp.int32(0))
     plgpu.wait_smem_to_gmem(0)

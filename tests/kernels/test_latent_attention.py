@@ -132,6 +132,27 @@ def test_mosaic_tpu_bfloat16():
     check(latent_case(((1, 40), (9, 45)), num_rows=3), "mosaic_tpu", "bfloat16", blocks=SMALL_BLOCKS)
 
 
+needs_gpu_interpreter = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU kernels: jax 0.11")
+
+
+@needs_gpu_interpreter
+@pytest.mark.parametrize("name", ["decode", "mixed", "trees"])
+def test_mosaic_gpu(name: str):
+    check(CASES[name], "mosaic_gpu")
+
+
+@needs_gpu_interpreter
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"decode", "mixed", "trees"}))
+def test_mosaic_gpu_more(name: str):
+    check(CASES[name], "mosaic_gpu")
+
+
+@needs_gpu_interpreter
+def test_mosaic_gpu_bfloat16():
+    check(latent_case(((1, 40), (9, 45)), num_rows=3), "mosaic_gpu", "bfloat16")
+
+
 decode_row = st.integers(1, 600).map(lambda length: (1, length))
 chunk_row = st.tuples(st.integers(2, 40), st.integers(0, 300)).map(lambda r: (r[0], r[0] + r[1]))
 batch = dict(decode=st.lists(decode_row, max_size=4), chunks=st.lists(chunk_row, max_size=3), seed=st.integers(0, 999))
@@ -155,6 +176,14 @@ def test_random_batches_xla(decode, chunks, seed):
 @given(**batch)
 def test_random_batches_mosaic_tpu(decode, chunks, seed):
     check_random("mosaic_tpu", decode, chunks, seed, blocks=SMALL_BLOCKS)
+
+
+@needs_gpu_interpreter
+@pytest.mark.kernels
+@settings(max_examples=30, deadline=None)
+@given(**batch)
+def test_random_batches_mosaic_gpu(decode, chunks, seed):
+    check_random("mosaic_gpu", decode, chunks, seed)
 
 
 def test_a_cache_of_latents_is_71_times_smaller():
@@ -193,6 +222,18 @@ SPEC = dict(num_heads=16, page_size=64, dtype=jnp.dtype("bfloat16"), kv_dtype=jn
 def test_what_the_tpu_kernel_lacks_is_said(field: str, value, missing: str):
     with pytest.raises(ValueError, match=missing):
         choose_backend("mosaic_tpu", LatentSpec(**{**SPEC, field: value}), jax.devices("cpu")[0])
+
+
+@needs_gpu_interpreter
+@pytest.mark.parametrize("fields, missing", [
+    ({"page_size": 48}, "page_size=48 must divide 64"),
+    ({"latent_dim": 576}, "latent_dim=576 must be a multiple of 128"),
+    ({"kv_dtype": jnp.dtype("int8")}, "kv_dtype=int8 must be bfloat16"),
+    ({"kv_dtype": jnp.dtype("float32")}, "must be equal"),
+])  # fmt: skip
+def test_what_the_gpu_kernel_lacks_is_said(fields: dict, missing: str):
+    with pytest.raises(ValueError, match=missing):
+        choose_backend("mosaic_gpu", LatentSpec(**{**SPEC, **fields}), jax.devices("cpu")[0])
 
 
 def test_the_backend_is_chosen_once():
