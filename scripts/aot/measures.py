@@ -67,7 +67,7 @@ def decode_measure(schedules: list[Schedule], shape: AttentionShape, page_size: 
                    ) -> Measure:
     """Ours, rows of one token."""
     problem = _problem(attention_spec(shape, page_size))
-    blocks = config.fit(config.decode_blocks(problem, rows), problem, device.vmem_bytes)
+    blocks = config.decode_for(problem, rows, device)
     loops = matrix_loops(named(schedules, "decode"))
     groups = problem.num_kv_heads // blocks.heads
     if len(loops) != 2 * groups:
@@ -83,7 +83,7 @@ def decode_measure(schedules: list[Schedule], shape: AttentionShape, page_size: 
 def chunk_measure(schedules: list[Schedule], shape: AttentionShape, page_size: int, device: Device) -> Measure:
     """Ours, a chunk that fills whole query blocks: the last pair of loops is that of the largest block."""
     problem = _problem(attention_spec(shape, page_size))
-    blocks = config.fit(config.mixed_blocks(problem), problem, device.vmem_bytes)
+    blocks = config.mixed_for(problem, device)
     loops = matrix_loops(named(schedules, "mixed"))
     if len(loops) != 2 * len(blocks.query_rows):
         raise ValueError(f"{len(loops)} loops with products for query blocks of {blocks.query_rows}: expected two each")

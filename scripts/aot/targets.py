@@ -121,5 +121,22 @@ def compile_on(mesh: Any, jitted: Any, *args: Any) -> Any:
     """Compiles a jitted function for arguments (ShapeDtypeStruct) whose shardings are on the mesh of a target."""
     import jax
 
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # Pallas reads the chip's generation from it
+    # Pallas reads the chip's generation from the mesh.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), _without_persistent_cache():
         return jitted.lower(*args).compile()
+
+
+@contextlib.contextmanager
+def _without_persistent_cache() -> Iterator[None]:
+    """What is compiled for an absent chip can be stored in jax's cache but not read again: that needs the chip."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # jax looks at the setting once
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()

@@ -185,7 +185,7 @@ def test_a_kernel_beyond_vmem_fails_the_check(tpu):
 
 
 @tpu_compiler
-@pytest.mark.parametrize("how, problem", [("in place", None), ("not donated", "copied"), ("sorted", "could hold a copy")])
+@pytest.mark.parametrize("how, problem", [("in place", None), ("not donated", "copied"), ("sorted", "could hold")])
 def test_a_copied_cache_is_seen_by_the_compiler(tpu, how: str, problem: str | None):
     shape = (2, 512, 2, 2, 128, 128)
     kv_bytes = 2 * int(np.prod(shape))
