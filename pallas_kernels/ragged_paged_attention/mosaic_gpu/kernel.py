@@ -1,6 +1,6 @@
-"""The attention kernel: a persistent grid, one block a multiprocessor, warpgroups that move data and that compute.
+"""The attention kernel: a persistent grid, one block a multiprocessor, warps that move data, warpgroups that compute.
 
-    moving warpgroup      page ids from the table; TMA of K and V, [piece of a page, H] each     -> stage of the ring
+    moving warp           page ids from the table; TMA of K and V, [piece of a page, H] each     -> stage of the ring
     computing warpgroup   wgmma: scores [64, W] = queries x keys; mask, softmax in registers     -> stage of K is free
                           wgmma: output [64, H] += probabilities x values                        -> stage of V is free
     at the end of an item output / sum -> shared memory -> TMA in pieces of a power of two rows, or, where the item goes
@@ -12,6 +12,9 @@ rest of the 64 repeats its neighbours', computed and not stored: rows never mix.
 
 Keys are masked in the blocks that need it: the diagonal, the last block, a window's left edge, trees. What lies beyond
 the last key is NaN or worse, so there the rows of V are zeroed in shared memory before the product.
+
+One warp moves for one ring: with a warpgroup for each, four would leave 128 registers a thread, and the compiler spills.
+(What `set_max_registers` would move between warpgroups, this version's ptxas ignores.)
 
 8-bit pages: the block is widened to the queries' dtype in shared memory; scales multiply scores and probabilities.
 
@@ -363,6 +366,9 @@ def _compute(refs: dict, launch: Launch, lane, ring, worker) -> None:
         weights = jnp.exp2(scores * LOG2E - rows_of(highest, shape))
         total = total * rescale + jnp.sum(weights, axis=1)
         acc = acc * rows_of(rescale, acc.shape)
+        if not launch.quantized:
+            weights = weights.astype(launch.dtype)
+            acc, highest, total, weights = lax.optimization_barrier((acc, highest, total, weights))
 
         plgpu.barrier_wait(refs["v_full"].at[slot])
         values = refs["v_smem"].at[slot]
@@ -484,22 +490,16 @@ def attend(
     def body(*refs, **scratch):
         named = dict(zip((*names, *outputs), refs, strict=True)) | scratch
         sm, warpgroup = lax.axis_index("sm"), lax.axis_index("warpgroup")
-        # Of the 65,536 registers that a multiprocessor's threads share; two warpgroups have all they can use anyway.
-        registers = {3: 232, 4: 208}.get(blocks.warpgroups + blocks.rings)
-
         @pl.when(warpgroup < blocks.warpgroups)
         def _():
-            if registers:
-                plgpu.set_max_registers(registers, action="increase")
             ring = 0 if blocks.shared else warpgroup
             _compute(named, launch, warpgroup, ring, sm * blocks.rings + ring)
 
-        @pl.when(warpgroup >= blocks.warpgroups)
+        @pl.when(warpgroup == blocks.warpgroups)
         def _():
-            if registers:
-                plgpu.set_max_registers(40, action="decrease")
-            ring = warpgroup - blocks.warpgroups
-            _move(named, launch, ring, sm * blocks.rings + ring)
+            @plgpu.warp_map
+            def _(warp):
+                pl.when(warp < blocks.rings)(lambda: _move(named, launch, warp, sm * blocks.rings + warp))
 
     call = plgpu.kernel(
         body,
@@ -512,7 +512,7 @@ def attend(
         scratch_types=_scratch(launch),
         grid=(launch.sms,),
         grid_names=("sm",),
-        num_threads=blocks.warpgroups + blocks.rings,
+        num_threads=blocks.warpgroups + 1,
         thread_name="warpgroup",
         cost_estimate=_cost(launch),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=SEMANTICS),
