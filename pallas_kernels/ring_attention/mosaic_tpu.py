@@ -415,7 +415,7 @@ def _kernel(*refs, static: _Static):
     def take(number: int):
         return [next(refs) for _ in range(number)]
 
-    smem = _Scalars(*take(6), Items(*take(7)))
+    smem = _Scalars(*take(6), items=Items(*take(7)))
     inputs, (sinks,), outputs, (visited,) = take(4), take(1), take(5), take(1)
     kernel = _Kernel(static, smem, _Hbm(*(inputs + outputs)), _Vmem(*take(9)), _Semaphores(*take(6)), sinks, visited)
     for place in range(2 * static.devices):

@@ -39,7 +39,7 @@ class Items(NamedTuple):
 
 @partial(jax.tree_util.register_dataclass, meta_fields=("axis_name", "config", "window"), data_fields=(
     "tile_token", "tile_position", "token_place", "block_page", "block_valid", "block_position", "round_blocks", "hops",
-    "num_rounds", "count", "items", "write_page", "write_token", "num_writes"))
+    "num_rounds", "count", "items", "token_slot", "write_page", "write_token", "num_writes"))
 @dataclass(frozen=True, kw_only=True)
 class RingPlan:
     """Arrays of one device. block_valid, block_position, round_blocks and hops are of all devices, by the source."""
@@ -58,6 +58,7 @@ class RingPlan:
     num_rounds: jax.Array  # []
     count: jax.Array  # [U, D] items of each step
     items: Items
+    token_slot: tuple[jax.Array, jax.Array]  # [T] page and place in it of each new token, page 0 for padding
     write_page: jax.Array  # [Wp] pages that get new tokens, 0 behind the last
     write_token: jax.Array  # [Wp, B] the new token of each slot, T where the old bytes stay
     num_writes: jax.Array  # []
@@ -141,6 +142,7 @@ def ring_plan(
         round_blocks=jnp.clip(num_blocks[:, None] - jnp.arange(rounds) * size, 0, size),
         hops=jnp.where(needed, distance[:, :, None], 0).max(0),
         num_rounds=(-(-num_blocks // size)).max(), count=count, items=items,
+        token_slot=prefill_slots(page_table, kv_lens, cu_q_lens, positions.shape[0], slot_positions.shape[1]),
         write_page=write_page, write_token=write_token, num_writes=num_writes,
     )  # fmt: skip
 

@@ -53,8 +53,12 @@ def ring_attention(
     """See `api.RingFn`."""
     local = local or attend_blocks
     how = pages.stored(kv_pages, q.shape[2])
-    written = pages.pages_to_write(k, v, kv_pages, layer, plan)
-    kv_pages = jax.tree.map(lambda pool, new: pool.at[layer, plan.write_page].set(new), kv_pages, written)
+    page, offset = plan.token_slot
+    # Token by token: to write whole pages, merged with what they hold, XLA would copy the cache that it also reads.
+    kv_pages = jax.tree.map(
+        lambda pool, new: pool.at[layer, page, :, :, offset].set(new, mode="promise_in_bounds"),
+        kv_pages, pages.new_rows(k, v, kv_pages),
+    )  # fmt: skip
     queries = pages.query_tiles(q, kv_pages, scale, plan)
     query_positions = pages.rows_of_tile(plan.tile_position, q.shape[1] // how.num_kv_heads)
     rounds, devices = plan.count.shape

@@ -161,8 +161,8 @@ def check(case: Case, backend: str, dtype: str = "float32", twice: bool = True) 
         q, *kept, load(inputs.kv_pages, case), LAYER, inputs.slot_positions, inputs.page_table, inputs.kv_lens,
         inputs.cu_q_lens, inputs.positions, scale=case.head_dim**-0.5, window=case.window, **case.options)  # fmt: skip
     np.testing.assert_allclose(out.astype(np.float32), want, atol=ATTENTION[dtype], rtol=0)
-    # Written slots hold the new tokens, every other one what it held.
-    np.testing.assert_array_equal(load(kv_pages, case), want_tokens)
+    # Written slots hold the new tokens, every other one what it held. Page 0 is scratch.
+    np.testing.assert_array_equal(load(kv_pages, case)[:, :, 1:], want_tokens[:, :, 1:])
     if backend == "mosaic_tpu":
         assert not interpret.races_found()
     if twice:
@@ -298,6 +298,24 @@ FAST_TPU = {
 @pytest.mark.parametrize("name", FAST_TPU)
 def test_mosaic_tpu(name: str):
     check(FAST_TPU[name], "mosaic_tpu", twice=name == "two devices")
+
+
+def test_the_cache_is_not_copied():
+    """A donated pool far larger than a step's tokens: temporaries do not grow with it."""
+    case = Case(rows=((30, 60),))
+    inputs, _ = make(case)
+    pool = jax.ShapeDtypeStruct((4, LAYERS, 20000, 2, 2, 8, 16), jnp.float32)
+    shapes = [jax.ShapeDtypeStruct(np.shape(a), a.dtype) for a in vars(inputs).values()]
+    shapes[3] = pool
+    shapes[4] = jax.ShapeDtypeStruct((4, 20000, 8), jnp.int32)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), (AXIS,))
+    step = partial(local_step, case=case, backend="xla", count_blocks=False)
+    sharded = jax.shard_map(
+        step, mesh=mesh, in_specs=PartitionSpec(AXIS), out_specs=PartitionSpec(AXIS), check_vma=False)
+    memory = jax.jit(sharded, donate_argnums=3).lower(*shapes).compile().memory_analysis()
+    of_a_device = pool.size * 4 // 4
+    assert memory.alias_size_in_bytes >= of_a_device
+    assert memory.temp_size_in_bytes < of_a_device // 20
 
 
 def test_bfloat16():
@@ -448,7 +466,7 @@ def test_beside_a_tensor_axis(backend):
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 11}, {"soft_cap": 2.0}, {"sinks": True}], ids=str)
-@pytest.mark.parametrize("devices", [2, 8])
+@pytest.mark.parametrize("devices", [4])
 def test_decode_after_a_prefill(devices, options):
     """Three tokens a row, one at a time, against a prefill of all of them by the reference."""
     options = dict(options)
