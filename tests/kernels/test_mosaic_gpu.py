@@ -18,7 +18,7 @@ from pallas_kernels.ragged_paged_attention.mosaic_gpu.config import Blocks, chun
 from tests.kernels.ragged_cases import Case, check, inputs
 
 needs_interpreter = pytest.mark.skipif(
-    tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11), reason="GPU kernels need jax 0.11 or newer"
+    tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12), reason="the GPU kernel needs jax 0.12 or newer"
 )
 
 
@@ -223,7 +223,7 @@ def test_what_is_missing_is_said(change, message):
 
 def test_an_old_jax_is_named(monkeypatch):
     monkeypatch.setattr(jax, "__version__", "0.10.2")
-    assert mosaic_gpu.unsupported(SPEC, "NVIDIA H200") == "needs jax 0.11 or newer, this is 0.10.2"
+    assert mosaic_gpu.unsupported(SPEC, "NVIDIA H200") == "needs jax 0.12 or newer, this is 0.10.2"
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

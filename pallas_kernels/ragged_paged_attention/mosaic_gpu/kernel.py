@@ -13,8 +13,8 @@ rest of the 64 repeats its neighbours', computed and not stored: rows never mix.
 Keys are masked in the blocks that need it: the diagonal, the last block, a window's left edge, trees. What lies beyond
 the last key is NaN or worse, so there the rows of V are zeroed in shared memory before the product.
 
-One warp moves for one ring: with a warpgroup for each, four would leave 128 registers a thread, and the compiler spills.
-(What `set_max_registers` would move between warpgroups, this version's ptxas ignores.)
+One warp moves for one ring: a warpgroup for each would leave 128 registers a thread, too few, and ptxas, where Mosaic
+GPU calls it, ignores what `set_max_registers` would shift between warpgroups.
 
 8-bit pages: the block is widened to the queries' dtype in shared memory; scales multiply scores and probabilities.
 
