@@ -70,6 +70,7 @@ class Block:
             for j, tile in enumerate(tiles):
                 added = bias[:, j * LANES : (j + 1) * LANES]
                 tiles[j] = tile + (added if biased is None else jnp.where(biased(j), added, 0.0))
+        seen = []
         if visible is not None:
             seen = [visible(j) for j in range(len(tiles))]
             tiles = [jnp.where(mask, tile, MASKED) for mask, tile in zip(seen, tiles, strict=True)]

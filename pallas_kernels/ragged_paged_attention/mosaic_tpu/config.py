@@ -1,15 +1,20 @@
 """Block sizes of the two kernels, and the VMEM they need. Computed before a launch; what does not fit raises."""
 
 from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import TypeVar
 
 import jax.numpy as jnp
 
-from pallas_kernels.devices import MiB
+from pallas_kernels.devices import Device, MiB
 from pallas_kernels.ragged_paged_attention.mosaic_tpu.problem import LANES, Problem, cdiv
+from pallas_kernels.tuning import Estimate, choose
 
+KERNEL = "ragged_paged_attention/mosaic_tpu"
 # Values that the compiler itself keeps in VMEM: spilled registers, windows of inputs and outputs.
 _RESERVED = 8 * MiB
-_SLOT_BYTES = 4 * MiB  # of one fetch: about 2.5 us of a v6e's bandwidth, well above the latency of a copy
+_SLOT_BYTES = 4 * MiB  # of one fetch: about 2.5 us of a v6e's bandwidth
+_LATENCY = 2e-6  # of a copy; so much must be in flight to fill it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +71,7 @@ class MixedBlocks:
     num_kv_heads: int
 
     def __post_init__(self):
+        object.__setattr__(self, "query_rows", tuple(self.query_rows))  # a list in the tuned tables
         _check(self)
         if list(self.query_rows) != sorted(set(self.query_rows)) or any(n % 16 for n in self.query_rows):
             raise ValueError(f"query_rows={self.query_rows} must be multiples of 16 in rising order")
@@ -109,7 +115,10 @@ class MixedBlocks:
         return ring + queries + words + softmax + segments + spilled
 
 
-def _check(blocks) -> None:
+Blocks = TypeVar("Blocks", DecodeBlocks, MixedBlocks)
+
+
+def _check(blocks: DecodeBlocks | MixedBlocks) -> None:
     for field in fields(blocks):
         value = getattr(blocks, field.name)
         if isinstance(value, int) and value < 1:
@@ -155,10 +164,11 @@ def decode_blocks(problem: Problem, num_rows: int) -> DecodeBlocks:
 
 
 def mixed_blocks(problem: Problem) -> MixedBlocks:
-    tokens = max(512, problem.page_size)
-    step = aligned_tokens(problem.group) * problem.group
-    most, least = cdiv(512, step) * step, cdiv(64, step) * step
     heads = _divisor(problem.num_kv_heads, 4)
+    # A straight line of about a million scores, in four or more parts: enough to overlap, few turns to fill and drain.
+    tokens = max(512 if heads == 4 else 1024, problem.page_size)
+    step = aligned_tokens(problem.group) * problem.group
+    most, least = cdiv(1024 if heads == 1 else 512, step) * step, cdiv(64, step) * step
     new_bytes = 4 * problem.planes * problem.num_kv_heads * problem.row_lanes
     segment = min(problem.page_size, 128)
     while segment > problem.tile and segment * new_bytes > MiB:
@@ -168,13 +178,14 @@ def mixed_blocks(problem: Problem) -> MixedBlocks:
     return MixedBlocks(
         slots=2, fetch_pages=_fetch_pages(problem, tokens), compute_pages=tokens // problem.page_size,
         edge_pages=max(256, problem.page_size) // problem.page_size, heads=heads,
-        split_rows=512 if heads > 1 else 256, query_rows=(least, most) if least < most else (most,),
-        segment_tokens=segment, segment_slots=4, page_size=problem.page_size, group=problem.group,
+        split_rows=512 if heads == 4 else 256, query_rows=(least, most) if least < most else (most,),
+        segment_tokens=segment,
+        segment_slots=4 if segment * new_bytes <= 2 * MiB else 2, page_size=problem.page_size, group=problem.group,
         num_kv_heads=problem.num_kv_heads,
     )  # fmt: skip
 
 
-def small(blocks, problem: Problem):
+def small(blocks: Blocks, problem: Problem) -> Blocks:
     """Blocks for interpret mode: short rows then cross every boundary, and the simulated memory is small."""
     compute = max(LANES // problem.page_size, 1)
     blocks = replace(blocks, edge_pages=compute, compute_pages=2 * compute, fetch_pages=4 * compute)
@@ -185,14 +196,59 @@ def small(blocks, problem: Problem):
     return blocks
 
 
-def fit(blocks, problem: Problem, vmem_bytes: int):
-    """Blocks whose fetches are small enough for the device's VMEM. ValueError when none are."""
-    limit = vmem_bytes - _RESERVED
-    while blocks.vmem_bytes(problem) > limit and blocks.fetch_pages > blocks.compute_pages:
-        blocks = replace(blocks, fetch_pages=blocks.fetch_pages // 2 // blocks.compute_pages * blocks.compute_pages)
-    if (needed := blocks.vmem_bytes(problem)) > limit:
-        raise ValueError(
-            f"ragged_paged_attention needs {needed:,} bytes of VMEM at its smallest fetch and has "
-            f"{limit:,} for it: {blocks}; fewer kv heads on a device or smaller pages fit"
-        )
-    return blocks
+def decode_for(problem: Problem, num_rows: int, device: Device) -> DecodeBlocks:
+    """Measured on the device, or the default with the fetch that suits its memory. ValueError when none fits."""
+    default = decode_blocks(problem, num_rows)
+    return _choose("decode", problem, device, [default, *_smaller(default)], (3, 2, 4))
+
+
+def mixed_for(problem: Problem, device: Device) -> MixedBlocks:
+    """As decode_for; query blocks get smaller where many kv heads ask for much."""
+    default = mixed_blocks(problem)
+    most, step = default.query_rows[-1], aligned_tokens(problem.group) * problem.group
+    fewer = [max(most // n // step, 1) * step for n in (2, 4)]
+    blocks = [default, *(replace(default, query_rows=tuple(sorted({min(default.query_rows[0], n), n}))) for n in fewer)]
+    return _choose("mixed", problem, device, [*blocks, *_smaller(blocks[-1])], (2, 3))
+
+
+def _choose(step: str, problem: Problem, device: Device, defaults: list[Blocks], slots: tuple[int, ...]
+            ) -> Blocks:
+    """Among the candidates of the first default of which one fits."""
+    estimate = partial(_estimate, problem, device)
+    candidates: list[Blocks] = []
+    for default in defaults:
+        candidates = [replace(blocks, slots=n) for blocks in _fetches(default) for n in slots]
+        if any(estimate(blocks).block_bytes <= device.vmem_bytes for blocks in candidates):
+            break
+    return choose(f"{KERNEL}/{step}", _shape(problem), candidates, estimate, device)
+
+
+def _smaller(blocks: Blocks) -> list[Blocks]:
+    """With half and a quarter of the tokens at a time, as far as there are whole edges in them."""
+    pages = [blocks.compute_pages // n for n in (2, 4)]
+    return [replace(blocks, compute_pages=n, fetch_pages=n) for n in pages if n and n % blocks.edge_pages == 0]
+
+
+def _fetches(blocks: Blocks) -> list[Blocks]:
+    """The default, and half and twice its fetch."""
+    pages = (blocks.fetch_pages, blocks.fetch_pages // 2, 2 * blocks.fetch_pages, blocks.compute_pages)
+    return [replace(blocks, fetch_pages=n) for n in dict.fromkeys(pages) if n and n % blocks.compute_pages == 0]
+
+
+def _shape(problem: Problem) -> dict[str, int | str]:
+    return {
+        "N": problem.num_kv_heads * problem.group, "K": problem.num_kv_heads, "R": problem.row_lanes,
+        "X": problem.planes, "B": problem.page_size, "dtype": jnp.dtype(problem.kv_dtype).name,
+        "bias": int(problem.biased), "tree": problem.tree_words,
+    }  # fmt: skip
+
+
+def _estimate(problem: Problem, device: Device, blocks: DecodeBlocks | MixedBlocks) -> Estimate:
+    """Of 64 rows of 4096 tokens: what differs is how well copies fill their latency, and the time of the first one."""
+    fetch = blocks.fetch_pages * problem.page_size * problem.token_bytes
+    in_flight = (blocks.slots - 1) * fetch
+    waits = max(1.0, device.hbm_bandwidth * _LATENCY / in_flight)
+    return Estimate(
+        hbm_bytes=64 * 4096 * problem.token_bytes * waits, flops=0.0, fixed_seconds=device.dma_seconds(fetch),
+        block_bytes=blocks.vmem_bytes(problem) + _RESERVED,
+    )

@@ -180,20 +180,19 @@ def _attend(refs, problem: Problem, blocks: DecodeBlocks, i, slot, kv_len, base)
 
         def step(page, _, carry, pages, masked, heads=heads, queries=queries):
             block = Block(refs, problem, slot, page, pages)
-            visible = biased = None
-            if masked:
-                lane = lane_index((queries[0].shape[0], LANES)) + page * problem.page_size
+            lane = lane_index((queries[0].shape[0], LANES)) + page * problem.page_size
 
-                def visible(j):
-                    return (lane + j * LANES >= start) & (lane + j * LANES < end)
+            def visible(j):
+                return (lane + j * LANES >= start) & (lane + j * LANES < end)
 
-                def biased(j):
-                    return lane + j * LANES < old_end
+            def biased(j):
+                return lane + j * LANES < old_end
 
+            masks = (visible, biased) if masked else (None, None)
             scores = [block.scores(q, head) for q, head in zip(queries, heads, strict=True)]
             new = []
             for s, old, head in zip(scores, carry, heads, strict=True):
-                maximum, total, rescale, weights = block.weights(s, old, head, visible, biased)
+                maximum, total, rescale, weights = block.weights(s, old, head, *masks)
                 new.append(Softmax(maximum, total, block.output(old.output, rescale, weights, head)))
             return new
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.devices import MiB, device_of_kind
+from pallas_kernels.devices import Device, MiB, device_of_kind
 from pallas_kernels.interpret import tpu_params
 from pallas_kernels.ragged_paged_attention.layout import KVLayout, KVPages
 from pallas_kernels.ragged_paged_attention.mosaic_tpu import config
@@ -45,6 +45,8 @@ def unsupported(spec: AttentionSpec, device_kind: str | None) -> str | None:
                 f"({why}) to 512, such as {_nearest_page(page, least)}")  # fmt: skip
     if group > 32:
         return f"num_heads / num_kv_heads = {group}; it takes up to 32"
+    if size == 1 and 2 * spec.num_kv_heads > LANES:
+        return f"num_kv_heads={spec.num_kv_heads} with 8-bit pages; it takes up to {LANES // 2}"
     if spec.head_dim > 256:
         return f"head_dim={spec.head_dim}; it takes up to 256"
     if device_kind is not None:
@@ -53,11 +55,11 @@ def unsupported(spec: AttentionSpec, device_kind: str | None) -> str | None:
         except KeyError as error:
             return str(error)
         problem = _problem(spec)
-        for blocks in (config.decode_blocks(problem, 256), config.mixed_blocks(problem)):
-            try:
-                config.fit(blocks, problem, device.vmem_bytes)
-            except ValueError as error:
-                return str(error)
+        try:
+            config.decode_for(problem, 256, device)
+            config.mixed_for(problem, device)
+        except ValueError as error:
+            return str(error)
     return None
 
 
@@ -101,17 +103,8 @@ def ragged_paged_attention(
         sinks=sinks is not None, tree_words=0 if tree_mask is None else tree_mask.shape[1],
     )  # fmt: skip
     num_rows = kv_lens.shape[0]
-    has_chunks = num_tokens > num_rows
-    rows = _Rows.of(cu_q_lens, distribution, num_tokens, problem.group) if has_chunks else None
     with jax.named_scope("ragged_paged_attention"):
-        new = jnp.stack([k, v], axis=1)  # [T, 2, K, H]
-        if scales is not None:
-            new, new_scales = quantize_rows(new, values.dtype)
-            new_scales = new_scales.reshape(num_tokens, 1, -1)  # [T, 1, 2K], beside the values
-            new_scales = jnp.pad(new_scales, ((0, 0), (0, 0), (0, problem.row_lanes - new_scales.shape[2])))
-        new = _to_rows(new, problem)
-        if scales is not None:
-            new = jnp.concatenate([new, new_scales], axis=1)
+        new = _new_rows(k, v, problem)
         queries = (q.astype(jnp.float32) * problem.query_factor).astype(q.dtype)
         queries = queries.reshape(num_tokens, problem.num_kv_heads, problem.group, head_dim)
         queries = jnp.pad(queries, ((0, 0),) * 3 + ((0, problem.row_lanes - head_dim),))
@@ -119,25 +112,39 @@ def ragged_paged_attention(
         extras = _Extras(scales, kv_bias, sinks, page_table.shape[1], interpret)
 
         out, values, extras.scales = _decode(queries[:num_rows], new[:num_rows], values, scalars, extras, problem)
-        if has_chunks:
+        if num_tokens > num_rows:
+            rows = _Rows.of(cu_q_lens, distribution, num_tokens, problem.group)
             scalars += [cu_q_lens, rows.starts]
             mixed, values, extras.scales = _mixed(queries, new, values, scalars, rows, tree_mask, extras, problem)
             decoded = (jnp.arange(num_rows) < distribution[0])[:, None, None, None]
             out = mixed.at[:num_rows].set(jnp.where(decoded, out, mixed[:num_rows]))
+        if extras.scales is not None:
+            values = QuantizedPages(values, extras.scales)
         first = _HALF if problem.planes == 1 else 0  # V's half of a row
         out = out[..., first : first + head_dim].reshape(q.shape)
-    return out, values if scales is None else QuantizedPages(values, extras.scales)
+    return out, values
 
 
-def _to_rows(new, problem: Problem):
-    """[T, 2, K, H] -> [T, X * K, R] f32, which holds every format exactly and can be shifted by single rows."""
-    num_tokens, _, heads, head_dim = new.shape
+def _new_rows(k, v, problem: Problem):
+    """[T, X * K, R] f32, which holds every format exactly and can be shifted by single rows. Quantized: one row more,
+    with the scales in lanes 0 .. 2K - 1."""
+    new, scales = jnp.stack([k, v], axis=1), None  # [T, 2, K, H]
+    if problem.quantized:
+        new, scales = quantize_rows(new, problem.kv_dtype)
+    else:
+        new = new.astype(problem.kv_dtype)
     new = new.astype(jnp.float32)
+    num_tokens, _, heads, head_dim = new.shape
     if problem.planes == 1:
         new = jnp.pad(new, ((0, 0),) * 3 + ((0, _HALF - head_dim),))
-        return jnp.concatenate([new[:, 0], new[:, 1]], axis=-1)
-    new = jnp.pad(new, ((0, 0),) * 3 + ((0, problem.row_lanes - head_dim),))
-    return new.reshape(num_tokens, 2 * heads, problem.row_lanes)
+        new = jnp.concatenate([new[:, 0], new[:, 1]], axis=-1)
+    else:
+        new = jnp.pad(new, ((0, 0),) * 3 + ((0, problem.row_lanes - head_dim),))
+        new = new.reshape(num_tokens, 2 * heads, problem.row_lanes)
+    if scales is None:
+        return new
+    row = jnp.pad(scales.reshape(num_tokens, 1, -1), ((0, 0), (0, 0), (0, problem.row_lanes - 2 * heads)))
+    return jnp.concatenate([new, row], axis=1)
 
 
 class _Extras(SimpleNamespace):
@@ -202,7 +209,10 @@ class _Rows(SimpleNamespace):
 
 def _decode(queries, new, values, scalars, extras: _Extras, problem: Problem):
     num_rows = queries.shape[0]
-    blocks = _fit(config.decode_blocks(problem, num_rows), problem, extras.interpret)
+    if extras.interpret:
+        blocks = config.small(config.decode_blocks(problem, num_rows), problem)
+    else:
+        blocks = config.decode_for(problem, num_rows, _device())
     heads, lanes, size = problem.num_kv_heads, problem.row_lanes, blocks.query_rows
     queries = jnp.pad(queries, ((0, 0), (0, 0), (0, size - problem.group), (0, 0)))
 
@@ -235,7 +245,10 @@ def _decode(queries, new, values, scalars, extras: _Extras, problem: Problem):
 
 
 def _mixed(queries, new, values, scalars, rows: _Rows, tree_mask, extras: _Extras, problem: Problem):
-    blocks = _fit(config.mixed_blocks(problem), problem, extras.interpret)
+    if extras.interpret:
+        blocks = config.small(config.mixed_blocks(problem), problem)
+    else:
+        blocks = config.mixed_for(problem, _device())
     heads, lanes, group, most = problem.num_kv_heads, problem.row_lanes, problem.group, blocks.query_rows[-1]
     source = rows.sources()
 
@@ -300,18 +313,19 @@ def _call(kernel, name, scalars, inputs, out, scratch, grid, num_queries, num_ro
     def body(*refs):
         kernel(SimpleNamespace(max_pages=extras.max_pages, **dict(zip(names, refs, strict=True))))
 
-    params = {}
+    params = None
     if not extras.interpret:
-        capacity = pltpu.get_tpu_info()
+        device = _device()
         table = sum(array.size for _, array in scalars) * 4
-        if table > capacity.smem_capacity_bytes - (64 << 10):
+        if table > device.smem_bytes - (64 << 10):
             raise ValueError(
                 f"ragged_paged_attention: page_table, lengths and offsets are {table:,} bytes of scalar memory, which "
-                f"has {capacity.smem_capacity_bytes:,}; fewer rows, or larger pages than {problem.page_size}, fit"
+                f"has {device.smem_bytes:,}; fewer rows, or larger pages than {problem.page_size}, fit"
             )
-        limit = min(blocks.vmem_bytes(problem) + 24 * MiB, capacity.vmem_capacity_bytes)
-        params = {"compiler_params": pltpu.CompilerParams(vmem_limit_bytes=limit, disable_bounds_checks=True,
-                                                          dimension_semantics=("arbitrary",))}  # fmt: skip
+        limit = min(blocks.vmem_bytes(problem) + 24 * MiB, device.vmem_bytes)
+        params = pltpu.CompilerParams(
+            vmem_limit_bytes=limit, disable_bounds_checks=True, dimension_semantics=("arbitrary",)
+        )
     # Rows half as long as the page table: lengths are not known here.
     keys = extras.max_pages * problem.page_size / 2
     cost = pl.CostEstimate(
@@ -327,12 +341,12 @@ def _call(kernel, name, scalars, inputs, out, scratch, grid, num_queries, num_ro
             scratch_shapes=[shape for _, shape in scratch],
         ),
         input_output_aliases={len(scalars) + i: n + 1 for n, i in enumerate(aliased)}, cost_estimate=cost, name=name,
-        interpret=tpu_params() if extras.interpret else False, **params,
+        interpret=tpu_params() if extras.interpret else False, compiler_params=params,
     )(*(array for _, array in scalars), *(array for _, array, _ in inputs))  # fmt: skip
     return finish(result), values, scales[0] if scales else None
 
 
-def _fit(blocks, problem: Problem, interpret: bool):
-    if interpret:
-        return config.small(blocks, problem)
-    return config.fit(blocks, problem, pltpu.get_tpu_info().vmem_capacity_bytes)
+def _device() -> Device:
+    """The TPU that is compiled for: in a deviceless compilation, that of the abstract mesh."""
+    version = str(pltpu.get_tpu_info().chip_version)
+    return device_of_kind({"7x": "v7x"}.get(version, version))
