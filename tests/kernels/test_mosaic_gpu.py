@@ -169,10 +169,14 @@ def test_a_window_skips_pages():
 
 @needs_interpreter
 @pytest.mark.slow
-def test_inside_a_scan_over_layers_sharded_by_heads():
-    """As a model calls it: traced layer index, donated pages, heads of two devices."""
+def test_inside_a_scan_over_layers_and_a_shard_map():
+    """As a model calls it: traced layer index, donated pages, manual axes.
+
+    One device: jax 0.12's interpreter has all devices' barriers in one table, and when the first device is done it
+    raises because another still has some. `scripts.aot_check` compiles the kernel for 8.
+    """
     given = inputs(Case(rows=((1, 20), (5, 12)), heads=(4, 2)))
-    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    mesh = jax.make_mesh((1,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
     spec = jax.sharding.PartitionSpec
     heads, pages = spec(None, "tensor"), spec(None, None, None, "tensor")
 

@@ -495,12 +495,19 @@ def attend(
             ring = 0 if blocks.shared else warpgroup
             _compute(named, launch, warpgroup, ring, sm * blocks.rings + ring)
 
-        @pl.when(warpgroup == blocks.warpgroups)
+        @pl.when(warpgroup >= blocks.warpgroups)
         def _():
-            @plgpu.warp_map
-            def _(warp):
-                pl.when(warp < blocks.rings)(lambda: _move(named, launch, warp, sm * blocks.rings + warp))
+            def move(ring):
+                _move(named, launch, ring, sm * blocks.rings + ring)
 
+            if launch.interpret:
+                move(warpgroup - blocks.warpgroups)
+            else:
+                plgpu.warp_map(lambda warp: pl.when(warp < blocks.rings)(lambda: move(warp)))
+
+    # Simulated warps take threads of XLA's pool like warpgroups do, and where all wait for each other none is left to
+    # run: there a warpgroup moves for each ring, 5 threads in all instead of 8.
+    movers = blocks.rings if launch.interpret else 1
     call = plgpu.kernel(
         body,
         out_type=(
@@ -512,7 +519,7 @@ def attend(
         scratch_types=_scratch(launch),
         grid=(launch.sms,),
         grid_names=("sm",),
-        num_threads=blocks.warpgroups + 1,
+        num_threads=blocks.warpgroups + movers,
         thread_name="warpgroup",
         cost_estimate=_cost(launch),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=SEMANTICS),
