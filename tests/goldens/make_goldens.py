@@ -4,7 +4,7 @@ Run once, in an environment with torch (the test suite reads the results and nee
 
     python tests/goldens/make_goldens.py [NAME ...]
 
-With names it makes these only; a golden does not change when others are made.
+With names it makes these only. A golden's seed is its place in FAMILIES: add new ones at the end.
 
 A golden is a Hugging Face folder (config.json, model.safetensors in f32) plus golden.npz: `tokens_<n>` [T] int32 and
 `logits_<n>` [T, V] f32 for each input. Weights are drawn wide, norms around 1 and biases around 0, so that a missing
@@ -111,15 +111,15 @@ FAMILIES = {
     "olmo2": ("Olmo2", dict(hidden_size=64, num_attention_heads=8, num_key_value_heads=8, rms_norm_eps=1e-6,
                             intermediate_size=40, num_hidden_layers=2, tie_word_embeddings=False, pad_token_id=0,
                             rope_parameters=default_rope(500000.0)), LENGTHS),
+    "granite": ("Granite", dict(num_key_value_heads=2, rms_norm_eps=1e-5, tie_word_embeddings=True,
+                                embedding_multiplier=6.0, attention_multiplier=0.2, residual_multiplier=0.4,
+                                logits_scaling=3.0, attention_bias=True, mlp_bias=True,
+                                rope_parameters=default_rope(10000.0)), LENGTHS),
     # Two periods of three local layers and a global one with YaRN.
     "olmo3": ("Olmo3", dict(hidden_size=32, num_key_value_heads=2, rms_norm_eps=1e-6, intermediate_size=32,
                             num_hidden_layers=8, tie_word_embeddings=False, pad_token_id=0, sliding_window=8,
                             max_position_embeddings=64, rope_parameters=dict(
                                 full_attention=YARN_ROPE, sliding_attention=default_rope(10000.0))), (7, 65)),
-    "granite": ("Granite", dict(num_key_value_heads=2, rms_norm_eps=1e-5, tie_word_embeddings=True,
-                                embedding_multiplier=6.0, attention_multiplier=0.2, residual_multiplier=0.4,
-                                logits_scaling=3.0, attention_bias=True, mlp_bias=True,
-                                rope_parameters=default_rope(10000.0)), LENGTHS),
 }
 
 
