@@ -179,7 +179,9 @@ def _write(k, v, kv_pages: KVPages, layer, page_table, kv_lens, cu_q_lens, distr
 
     def put(paged: jax.Array, new: jax.Array) -> jax.Array:
         new = new.astype(paged.dtype)
-        return paged.at[layer, page, :, :, slot].set(new, mode="promise_in_bounds")
+        # An index for every axis but H: with slices between indices, XLA for TPUs lays the whole cache out anew.
+        where = (layer, page[:, None, None], jnp.arange(2)[:, None], jnp.arange(k.shape[1]), slot[:, None, None])
+        return paged.at[where].set(new, mode="promise_in_bounds")
 
     if isinstance(kv_pages, QuantizedPages):
         return QuantizedPages(*map(put, kv_pages, quantize_rows(kv, kv_pages.values.dtype)))
