@@ -27,7 +27,6 @@ from scripts.aot.targets import (
     quiet_stderr,
 )
 
-
 # With --quick, these targets are compiled for what is marked quick, and the others for one shape of it.
 QUICK, QUICK_SHAPE = ("v6e", "h200"), "attention llama3-8b "
 
