@@ -86,7 +86,7 @@ def test_more_against_the_reference(name: str):
 
 @needs_interpreter
 @pytest.mark.kernels
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", SWEEP)
 def test_sweep(name: str, dtype: str):
     check(SWEEP[name], "mosaic_gpu", dtype)
@@ -220,7 +220,7 @@ SPEC = AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=128, page_size=64, d
 def test_what_is_missing_is_said(change, message):
     missing = mosaic_gpu.unsupported(replace(SPEC, **change), "NVIDIA H200")
     assert missing is None if message is None else message in missing
-    assert "Hopper" in mosaic_gpu.unsupported(SPEC, "NVIDIA B200")
+    assert "Hopper" in str(mosaic_gpu.unsupported(SPEC, "NVIDIA B200"))
     float32 = jnp.dtype("float32")
     assert mosaic_gpu.unsupported(replace(SPEC, dtype=float32, kv_dtype=float32), None) is None
 
@@ -234,9 +234,9 @@ def test_an_old_jax_is_named(monkeypatch):
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_default_blocks_fit(head_dim, kv_dtype, bias):
-    kinds = dict(head_dim=head_dim, dtype=jnp.dtype("bfloat16"), kv_dtype=jnp.dtype(kv_dtype), bias=bias)
-    for blocks in (decode_blocks(**kinds), chunk_blocks(**kinds)):
-        blocks.check(**kinds)
+    kinds = (head_dim, jnp.dtype("bfloat16"), jnp.dtype(kv_dtype), bias)
+    for blocks in (decode_blocks(*kinds), chunk_blocks(*kinds)):
+        blocks.check(*kinds)
         assert blocks.stages >= 2 and blocks.kv_tokens >= 64
 
 

@@ -25,7 +25,7 @@ M pages of a row, C tree words; W tokens of a KV block; R rings, J query blocks.
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +112,8 @@ def matrix(shape: tuple[int, ...], dtype) -> Any:
     if shape[-1] * bits < 256:  # no swizzle is so narrow; only in interpret mode, which has no need of one
         return plgpu.SMEM(shape, dtype)
     swizzle = plgpu.find_swizzle(shape[-1] * bits)
-    transforms = (plgpu.TilingTransform((8, swizzle * 8 // bits)), plgpu.SwizzleTransform(swizzle))
+    tiling = plgpu.TilingTransform((8, swizzle * 8 // bits))  # pyright: ignore[reportAbstractUsage]
+    transforms = (tiling, plgpu.SwizzleTransform(swizzle))  # pyright: ignore[reportAbstractUsage]
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
@@ -135,7 +136,7 @@ def _scores(q_ref, k_ref, kv_tokens: int):
         plgpu.wgmma(acc, q_ref, k_ref.transpose((1, 0)))
         return acc[...]
 
-    return pl.run_scoped(product, plgpu.ACC((QUERY_ROWS, kv_tokens), jnp.float32))
+    return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((QUERY_ROWS, kv_tokens), jnp.float32))
 
 
 def _accumulate(acc, weights, v_ref, interpret: bool):
@@ -147,7 +148,7 @@ def _accumulate(acc, weights, v_ref, interpret: bool):
         acc = acc + jnp.dot(weights, v_ref[...], preferred_element_type=jnp.float32)
         plgpu.commit_smem()  # its reads come before the next copy into the same place
         return acc
-    return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, v_ref))(plgpu.ACC.init(acc))
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, v_ref))(plgpu.WGMMAAccumulatorRef.init(acc))
 
 
 def finish(refs: dict, launch: Launch, acc, maximum, total, *, head, query, rows, offset, lane, column=0) -> None:
@@ -470,19 +471,27 @@ def _cost(launch: Launch) -> pl.CostEstimate:
     )
 
 
-def attend(
-    launch: Launch, schedule: Schedule, *, layer: jax.Array, table: jax.Array, q: jax.Array, pages: jax.Array,
-    scales: jax.Array | None, bias: jax.Array | None, sinks: jax.Array | None, tree: jax.Array | None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+class Operands(NamedTuple):
+    """What a launch reads, besides its schedule. Pages, scales and biases are the contract's arrays, reshaped."""
+
+    layer: jax.Array  # [1]
+    table: jax.Array  # [S, M]
+    q: jax.Array  # [K, rows, H], already scaled; 2 * 64 rows more than there are, so that a fetch stays inside
+    pages: jax.Array  # [L P 2 K B, H]
+    scales: jax.Array | None  # [L P 2 K, B]; of pages of 16 two rows in one, see _numbers
+    bias: jax.Array | None  # [L P K, B], the same
+    sinks: jax.Array | None  # [K, 64 + G]: repeated, a query block may begin at any of the G heads
+    tree: jax.Array | None  # int32 [C, rows]
+
+
+def attend(launch: Launch, schedule: Schedule, given: Operands) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns out [K, rows, H] without the rows of cut items, and their partial softmaxes.
 
-    q: [K, rows, H], already scaled. pages: [L P 2 K B, H]. scales: [L P 2 K, B]. bias: [L P K, B]; of pages of 16 two
-    rows in one, see _numbers. sinks: [K, 64 + G]. tree: int32 [C, rows].
     Partial: [2 W, parts, 64, H] weighted values, [2 W, parts, 64] maxima (of base 2) and sums.
     """
-    blocks = launch.blocks
-    operands = dict(workers=schedule.workers, items=schedule.items, layer=layer, table=table, q=q, pages=pages)
-    operands |= {name: x for name, x in dict(scales=scales, bias=bias, sinks=sinks, tree=tree).items() if x is not None}
+    blocks, q = launch.blocks, given.q
+    optional = {name: x for name, x in given._asdict().items() if x is not None}
+    operands = dict(workers=schedule.workers, items=schedule.items) | optional
     names = tuple(operands)
     outputs = ("out", "part_out", "part_max", "part_sum")
     places = (2 * launch.workers, launch.parts, QUERY_ROWS)

@@ -97,7 +97,7 @@ def make_schedule(
 
 
 class Segment(NamedTuple):
-    """One item, as far as a worker has it; scalars in a kernel. lo, hi: of the item's `count` KV blocks."""
+    """One item, as far as a worker has it; scalars in a kernel. lo, hi: of the item's KV blocks."""
 
     head: jax.Array
     query: jax.Array
@@ -106,7 +106,7 @@ class Segment(NamedTuple):
     first_new: jax.Array
     end: jax.Array
     first: jax.Array
-    count: jax.Array
+    blocks: jax.Array
     lo: jax.Array
     hi: jax.Array
     table_row: jax.Array
@@ -114,7 +114,7 @@ class Segment(NamedTuple):
 
     @property
     def whole(self):
-        return (self.lo == 0) & (self.hi == self.count)
+        return (self.lo == 0) & (self.hi == self.blocks)
 
 
 def read_segment(items_ref, item, begin, stop, num_kv_heads: int) -> Segment:
@@ -124,7 +124,7 @@ def read_segment(items_ref, item, begin, stop, num_kv_heads: int) -> Segment:
     start = items_ref[block, START] + head * count
     return Segment(
         head=head, query=items_ref[block, QUERY], rows=items_ref[block, ROWS], offset=items_ref[block, OFFSET],
-        first_new=items_ref[block, FIRST_NEW], end=items_ref[block, END], first=items_ref[block, FIRST], count=count,
+        first_new=items_ref[block, FIRST_NEW], end=items_ref[block, END], first=items_ref[block, FIRST], blocks=count,
         lo=jnp.maximum(begin - start, 0), hi=jnp.minimum(stop - start, count),
         table_row=items_ref[block, TABLE_ROW], tree=items_ref[block, TREE],
     )
