@@ -64,6 +64,6 @@ def _quantize(rows: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray
     """8-bit rows [..., H] and their scales: the largest number of a row becomes the largest of the format."""
     largest = np.float32(127 if dtype == np.int8 else ml_dtypes.finfo(dtype).max)
     scales = np.abs(rows).max(-1) * np.float32(1 / float(largest))
-    steps = rows / np.where(scales == 0, np.float32(1), scales)[..., None]
+    steps = rows * (np.float32(1) / np.where(scales == 0, np.float32(1), scales))[..., None]
     steps = np.rint(steps) if dtype == np.int8 else steps
     return np.clip(steps, -largest, largest).astype(dtype), scales

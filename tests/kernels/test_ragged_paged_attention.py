@@ -80,7 +80,7 @@ def test_named(name: str):
     check(CASES[name])
 
 
-@pytest.mark.parametrize("name", ["decode", "mixed", "window"])
+@pytest.mark.parametrize("name", ["decode", "mixed", "window", "int8", "fp8"])
 def test_bfloat16(name: str):
     check(CASES[name], dtype="bfloat16")
 
