@@ -93,7 +93,7 @@ def chunk_measure(schedules: list[Schedule], shape: AttentionShape, page_size: i
     return Measure(
         blocks=f"{rows} query rows, compute {blocks.compute_pages} pages, {blocks.heads} heads",
         tokens=blocks.compute_tokens, queries=rows * problem.num_kv_heads, bundles=bundles,
-        edge=edge.bundles * blocks.head_groups, spills=spills, slots=slots, capacity=whole.capacity,
+        edge=edge.bundles * blocks.edge_groups, spills=spills, slots=slots, capacity=whole.capacity,
         hbm_bytes=blocks.compute_tokens * problem.token_bytes,
     )
 

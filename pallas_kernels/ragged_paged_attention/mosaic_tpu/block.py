@@ -114,15 +114,18 @@ class Ranges:
         self._low_end = jnp.clip(self._start * ratio, self._low, self._edges)
         self._high = jnp.maximum(self._end * ratio, self._low_end)
 
-    def loop(self, step, carry=None, times: int = 1):
-        """carry = step(first page, i, carry, pages, masked) for i in range(times) of each block."""
+    def loop(self, step, carry=None, times: tuple[int, int] = (1, 1)):
+        """carry = step(first page, i, carry, pages, masked) for i in range(times) of each block; times: of whole
+        blocks and of those at an edge."""
         blocks, low, high = self._blocks, self._low_end - self._low, self._high
 
         def run(count, page_of, pages, masked, carry):
-            def body(n, carry):
-                return step(page_of(n // times), n % times, carry, pages, masked)
+            turns = times[masked]
 
-            return lax.fori_loop(0, count * times, body, carry)
+            def body(n, carry):
+                return step(page_of(n // turns), n % turns, carry, pages, masked)
+
+            return lax.fori_loop(0, count * turns, body, carry)
 
         whole, edge = blocks.compute_pages, blocks.edge_pages
         carry = run(self._end - self._start, lambda n: (self._start + n) * whole, whole, False, carry)

@@ -55,13 +55,14 @@ class DecodeBlocks:
 class MixedBlocks:
     """slots: in the rings of pages and of query blocks. query_rows: sizes of a query block in tokens times G, the
     smallest that holds a block is taken. heads: in one straight line of code, so that one's products overlap another's
-    softmax. split_rows: rows that go through that line at once."""
+    softmax; edge_heads: of that for a block at an edge. split_rows: rows that go through that line at once."""
 
     slots: int
     fetch_pages: int
     compute_pages: int
     edge_pages: int
     heads: int
+    edge_heads: int
     split_rows: int
     query_rows: tuple[int, ...]
     segment_tokens: int
@@ -90,15 +91,22 @@ class MixedBlocks:
         step = aligned_tokens(self.group)
         return max(self.query_rows[-1] // self.group // step, 1) * step
 
-    def items(self, size: int) -> tuple[list[tuple[int, int, int]], int]:
-        """(head, first row, rows) of one straight line, and how many such lines all heads take."""
-        split = min(self.split_rows, size)
+    def items(self, size: int, edge: bool = False) -> list[tuple[int, int, int]]:
+        """(head, first row, rows) of the parts of one straight line."""
+        heads = self.edge_heads if edge else self.heads
+        # Blocks at an edge have fewer tokens: more heads and rows make up for it.
+        split = min(512 if edge and heads > 2 else self.split_rows, size)
         rows = [(first, min(split, size - first)) for first in range(0, size, split)]
-        return [(head, *part) for head in range(self.heads) for part in rows], self.head_groups
+        return [(head, *part) for head in range(heads) for part in rows]
 
     @property
     def head_groups(self) -> int:
+        """How many straight lines all heads take."""
         return self.num_kv_heads // self.heads
+
+    @property
+    def edge_groups(self) -> int:
+        return self.num_kv_heads // self.edge_heads
 
     def vmem_bytes(self, problem: Problem) -> int:
         heads, most = problem.num_kv_heads, self.query_rows[-1]
@@ -164,9 +172,9 @@ def decode_blocks(problem: Problem, num_rows: int) -> DecodeBlocks:
 
 
 def mixed_blocks(problem: Problem) -> MixedBlocks:
-    heads = _divisor(problem.num_kv_heads, 4)
-    # A straight line of about a million scores, in four or more parts: enough to overlap, few turns to fill and drain.
-    tokens = max(512 if heads == 4 else 1024, problem.page_size)
+    heads = _divisor(problem.num_kv_heads, 3)
+    # A straight line of about a million scores, in four parts: enough to overlap, few turns to fill and drain.
+    tokens = max(1024, problem.page_size)
     step = aligned_tokens(problem.group) * problem.group
     most, least = cdiv(1024 if heads == 1 else 512, step) * step, cdiv(64, step) * step
     new_bytes = 4 * problem.planes * problem.num_kv_heads * problem.row_lanes
@@ -178,7 +186,8 @@ def mixed_blocks(problem: Problem) -> MixedBlocks:
     return MixedBlocks(
         slots=2, fetch_pages=_fetch_pages(problem, tokens), compute_pages=tokens // problem.page_size,
         edge_pages=max(256, problem.page_size) // problem.page_size, heads=heads,
-        split_rows=512 if heads == 4 else 256, query_rows=(least, most) if least < most else (most,),
+        edge_heads=_divisor(problem.num_kv_heads, 4), split_rows=256,
+        query_rows=(least, most) if least < most else (most,),
         segment_tokens=segment,
         segment_slots=4 if segment * new_bytes <= 2 * MiB else 2, page_size=problem.page_size, group=problem.group,
         num_kv_heads=problem.num_kv_heads,
@@ -192,7 +201,8 @@ def small(blocks: Blocks, problem: Problem) -> Blocks:
     if isinstance(blocks, MixedBlocks):
         step = aligned_tokens(problem.group) * problem.group
         segment = problem.page_size if problem.quantized else min(problem.page_size, 32)
-        blocks = replace(blocks, query_rows=(step, 2 * step), heads=1, split_rows=16, segment_tokens=segment)
+        sizes = (step, 2 * step)
+        blocks = replace(blocks, query_rows=sizes, heads=1, edge_heads=1, split_rows=16, segment_tokens=segment)
     return blocks
 
 

@@ -212,14 +212,15 @@ def _attend(refs, problem: Problem, blocks: MixedBlocks, span: _Span, slot, quer
     first = 0 if problem.window is None else jnp.maximum(position - problem.window + 1, 0)
     start = 0 if problem.window is None else jnp.maximum(span.end - base - problem.window, 0)
     whole = jnp.maximum(old_end, 0) if problem.biased or problem.tree_words else position + 1
-    items, groups = blocks.items(size)
 
     def step(page, group, _, pages, masked):
         block = Block(refs, problem, slot, page, pages)
+        items = blocks.items(size, edge=masked)
+        first_head = group * (blocks.edge_heads if masked else blocks.heads)
 
         def at(item):
             head, first, rows = item
-            return group * blocks.heads + head, pl.ds(first, rows)
+            return first_head + head, pl.ds(first, rows)
 
         def scores(item):
             head, rows = at(item)
@@ -240,7 +241,7 @@ def _attend(refs, problem: Problem, blocks: MixedBlocks, span: _Span, slot, quer
             refs.maximum[head, rows], refs.total[head, rows] = maximum, total
             refs.output[head, rows] = block.output(old.output, rescale, weights, head)
 
-    Ranges(blocks, first, start, whole, end).loop(step, times=groups)
+    Ranges(blocks, first, start, whole, end).loop(step, times=(blocks.head_groups, blocks.edge_groups))
 
 
 def _masks(refs, problem: Problem, span: _Span, query_slot, rows, offset, position, old_end):
