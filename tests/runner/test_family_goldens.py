@@ -37,13 +37,9 @@ def test_every_new_family_has_a_golden():
     assert {name.split("-")[0] for name in FAMILIES} >= {"gemma2", "gemma3", "phi3", "glm", "glm4", "olmo2", "granite"}
 
 
-def test_gemma3(tokenizer: str):
-    """The one with patterns of layers, windows and two RoPEs."""
-    check("gemma3", tokenizer, "1x1")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gemma3"])
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=() if name == "phi3-window" else pytest.mark.slow) for name in FAMILIES
+])  # fmt: skip
 def test_greedy(name: str, tokenizer: str):
     check(name, tokenizer, "1x1")
 
