@@ -277,26 +277,31 @@ def _needs_mask(launch: Launch, segment: Segment, block, lane_row):
     return needs
 
 
-def _widen(source, target, tokens: int, valid) -> None:
+def _pieces(tokens: int, head_dim: int, columns: int):
+    """Parts of a matrix [W, H] that few registers hold, beside the accumulator that is there all the time."""
+    for row in range(0, tokens, QUERY_ROWS):
+        for column in range(0, head_dim, columns):
+            yield row, (pl.ds(row, min(QUERY_ROWS, tokens - row)), pl.ds(column, min(columns, head_dim - column)))
+
+
+def _widen(source, target, valid) -> None:
     """8-bit matrix [W, H] to `target`'s dtype; rows from `valid` on become zero (None: all are kept)."""
-    for at in range(0, tokens, QUERY_ROWS):
-        size = min(QUERY_ROWS, tokens - at)
-        values = source[pl.ds(at, size)]
+    for row, where in _pieces(*source.shape, columns=128):  # whole tiles of 8-bit numbers
+        values = source[where]
         if values.dtype == jnp.float8_e4m3fn:  # sm_90 converts it to float16 only, which holds all of it
             values = values.astype(jnp.float16)
         values = values.astype(target.dtype)
         if valid is not None:
-            row = at + _iota(values.shape, 0)
-            values = jnp.where(row < valid, values, jnp.zeros_like(values))
-        target[pl.ds(at, size)] = values
+            values = jnp.where(row + _iota(values.shape, 0) < valid, values, jnp.zeros_like(values))
+        target[where] = values
+    plgpu.commit_smem()
 
 
-def _zero_rows(ref, tokens: int, valid) -> None:
+def _zero_rows(ref, valid) -> None:
     """Zeroes the rows of [W, H] from `valid` on."""
-    for at in range(0, tokens, QUERY_ROWS):
-        where = pl.ds(at, min(QUERY_ROWS, tokens - at))
+    for row, where in _pieces(*ref.shape, columns=64):
         values = ref[where]
-        ref[where] = jnp.where(at + _iota(values.shape, 0) < valid, values, jnp.zeros_like(values))
+        ref[where] = jnp.where(row + _iota(values.shape, 0) < valid, values, jnp.zeros_like(values))
     plgpu.commit_smem()
 
 
@@ -341,8 +346,7 @@ def _compute(refs: dict, launch: Launch, lane, ring, worker) -> None:
         plgpu.barrier_wait(refs["k_full"].at[slot])
         keys = refs["k_smem"].at[slot]
         if launch.quantized:
-            _widen(keys, wide, size, None)
-            plgpu.commit_smem()
+            _widen(keys, wide, None)
             keys = wide
         scores = _scores(q_smem, keys, size)
         if launch.quantized:
@@ -376,17 +380,16 @@ def _compute(refs: dict, launch: Launch, lane, ring, worker) -> None:
         if launch.quantized:
             scale = columns_of(scales(segment, slot, 1), shape)
             weights = weights * jnp.where(_iota(shape, 1) < valid, scale, 0.0)
-            _widen(values, wide, size, valid)
-            plgpu.commit_smem()
+            _widen(values, wide, valid)
             values = wide
         else:
 
             @pl.when(valid < size)
             def _():
                 if launch.parts == 1:
-                    _zero_rows(values, size, valid)
+                    _zero_rows(values, valid)
                 else:
-                    pl.when(lane == 0)(lambda: _zero_rows(values, size, valid))
+                    pl.when(lane == 0)(lambda: _zero_rows(values, valid))
                     plgpu.barrier_arrive_and_wait(refs["both"])
 
         acc = _accumulate(acc, weights.astype(launch.dtype), values, launch.interpret)
