@@ -3,6 +3,7 @@
 ATTENTION = {
     "float32": 1e-5,  # same arithmetic in another order
     "bfloat16": 2e-2,  # scores and weights are rounded to 8 bits of mantissa before the second product
+    "float16": 4e-3,  # the same with 11 bits
 }
 LOGITS_FLOAT32 = 1e-4  # a whole tiny model in another order of summation
 GROUPED_MATMUL = {  # relative, and of the square root of D, the size of a sum of D products of normal numbers

@@ -46,6 +46,7 @@ SLOW = {
     "padding": (Case(rows=((1, 5),), num_rows=4, num_tokens=4), "float32"),
     "no rows": (Case(rows=(), num_rows=4, num_tokens=16), "float32"),
     "one head": (Case(rows=((1, 20), (20, 20)), heads=(1, 1)), "bfloat16"),
+    "float16": (Case(rows=((1, 20), (20, 40)), heads=(3, 3), options={"window": 25}), "float16"),
     "one kv head of 16": (Case(rows=((1, 20), (20, 20)), heads=(16, 1)), "float32"),
     "page 256": (Case(rows=((1, 300), (20, 257)), page_size=256), "bfloat16"),
     "biases of pages of 16": (Case(rows=((1, 50), (9, 40)), heads=(3, 3), page_size=16, bias=True), "float32"),
@@ -86,7 +87,7 @@ def test_more_against_the_reference(name: str):
 
 @needs_interpreter
 @pytest.mark.kernels
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", SWEEP)
 def test_sweep(name: str, dtype: str):
     check(SWEEP[name], "mosaic_gpu", dtype)
