@@ -201,15 +201,16 @@ def small(blocks: Blocks, problem: Problem) -> Blocks:
     if isinstance(blocks, MixedBlocks):
         step = aligned_tokens(problem.group) * problem.group
         segment = problem.page_size if problem.quantized else min(problem.page_size, 32)
-        sizes = (step, 2 * step)
-        blocks = replace(blocks, query_rows=sizes, heads=1, edge_heads=1, split_rows=16, segment_tokens=segment)
+        blocks = replace(blocks, query_rows=(step, 2 * step), heads=1, edge_heads=1, split_rows=16,
+                         segment_tokens=segment, segment_slots=2)  # fmt: skip
     return blocks
 
 
 def decode_for(problem: Problem, num_rows: int, device: Device) -> DecodeBlocks:
     """Measured on the device, or the default with the fetch that suits its memory. ValueError when none fits."""
     default = decode_blocks(problem, num_rows)
-    return _choose("decode", problem, device, [default, *_smaller(default)], (3, 2, 4))
+    blocks = _choose("decode", problem, device, [default, *_smaller(default)], (3, 2, 4))
+    return replace(blocks, rows=default.rows)  # a table's may be of a step with more rows
 
 
 def mixed_for(problem: Problem, device: Device) -> MixedBlocks:
