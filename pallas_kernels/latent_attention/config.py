@@ -81,13 +81,13 @@ class Problem:
     def candidates(self) -> Sequence[TPUBlocks]:
         return [
             TPUBlocks(
-                kv_tokens=kv_tokens, decode_tokens=min(kv_tokens, decode), chunk_tokens=chunk, query_tokens=query,
-                buffers=buffers,
+                kv_tokens=kv_tokens, decode_tokens=min(kv_tokens, decode), chunk_tokens=min(kv_tokens, chunk),
+                query_tokens=query, buffers=buffers,
             )
-            for query in sorted({max(2, rows // self.heads) for rows in (1024, 512, 256, 128)}, reverse=True)
+            for query in sorted({max(2, rows // self.heads) for rows in (512, 256, 128)}, reverse=True)
             for kv_tokens in (2048, 1024, 512)
             for decode in (2048, 1024, 512)
-            for chunk in (512, 256)
+            for chunk in (1024, 512, 256)
             for buffers in (3, 2)
             if kv_tokens % self.page_size == 0
         ]  # fmt: skip

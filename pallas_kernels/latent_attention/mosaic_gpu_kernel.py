@@ -13,29 +13,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.interpret import gpu_params
 from pallas_kernels.latent_attention.mosaic_gpu import KV_TOKENS
 from pallas_kernels.ragged_paged_attention.mosaic_gpu import kernel as ragged
+from pallas_kernels.ragged_paged_attention.mosaic_gpu import schedule
 from pallas_kernels.ragged_paged_attention.mosaic_gpu.config import QUERY_ROWS, Blocks
-from pallas_kernels.ragged_paged_attention.mosaic_gpu.kernel import (
-    LOG2E,
-    LOWEST,
-    MASKED,
-    ROW,
-    SEMANTICS,
-    TILE,
-    Launch,
-    matrix,
-    rows_of,
-)
+from pallas_kernels.ragged_paged_attention.mosaic_gpu.kernel import Launch
 from pallas_kernels.ragged_paged_attention.mosaic_gpu.merge import merge
-from pallas_kernels.ragged_paged_attention.mosaic_gpu.schedule import (
-    BEGIN,
-    ITEM,
-    SEGMENTS,
-    STOP,
-    Batch,
-    Segment,
-    make_schedule,
-    read_segment,
-)
+from pallas_kernels.ragged_paged_attention.mosaic_gpu.schedule import Segment
 
 _HALF = KV_TOKENS // 2  # keys of a KV block whose scores one warpgroup makes
 
@@ -62,13 +44,13 @@ def attend(
         window=None, soft_cap=soft_cap, tree_words=0 if tree is None else tree.shape[0], bias=False, sinks=False,
         mean_tokens=page_table.size * page_size // 2, interpret=interpret,
     )  # fmt: skip
-    schedule = make_schedule(
-        Batch(kv_lens, cu_q_lens, distribution.at[0].set(0)), group=num_heads, num_kv_heads=1, rows=QUERY_ROWS,
+    work = schedule.make_schedule(
+        schedule.Batch(kv_lens, cu_q_lens, distribution.at[0].set(0)), group=num_heads, num_kv_heads=1, rows=QUERY_ROWS,
         num_tokens=num_tokens, kv_tokens=KV_TOKENS, num_workers=launch.workers, decode=False, window=None,
         tree_words=launch.tree_words,
     )  # fmt: skip
     operands = dict(
-        workers=schedule.workers, items=schedule.items, layer=jnp.asarray(layer, jnp.int32).reshape(1),
+        workers=work.workers, items=work.items, layer=jnp.asarray(layer, jnp.int32).reshape(1),
         table=page_table, q_latent=q[0], q_rope=q[1], pages=kv_pages.reshape(-1, row_dim),
     )  # fmt: skip
     if tree is not None:
@@ -97,11 +79,11 @@ def attend(
         thread_name="warpgroup",
         cost_estimate=_cost(launch, row_dim),
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=SEMANTICS, reduction_scratch_bytes=0,  # rows lie within a warp
+            approx_math=True, lowering_semantics=ragged.SEMANTICS, reduction_scratch_bytes=0,  # rows lie within a warp
         ),
         interpret=gpu_params() if interpret else None,
     )
-    out = merge(launch, schedule, *call(*operands.values()), None)
+    out = merge(launch, work, *call(*operands.values()), None)
     return out[0, :rows].reshape(q_latent.shape)
 
 
@@ -109,10 +91,10 @@ def _scratch(launch: Launch, rope_dim: int) -> dict[str, Any]:
     columns = launch.head_dim // 2
     copies = 3 * (KV_TOKENS // _piece(launch))  # of a KV block: column halves and rope, in pieces of tokens
     return dict(
-        q_smem=matrix((2, QUERY_ROWS, columns), launch.dtype),  # the results, at the end
-        q_rope_smem=matrix((QUERY_ROWS, rope_dim), launch.dtype),
-        kv_smem=matrix((2, 2, KV_TOKENS, columns), launch.kv_dtype),  # by column halves
-        rope_smem=matrix((2, KV_TOKENS, rope_dim), launch.kv_dtype),
+        q_smem=ragged.matrix((2, QUERY_ROWS, columns), launch.dtype),  # the results, at the end
+        q_rope_smem=ragged.matrix((QUERY_ROWS, rope_dim), launch.dtype),
+        kv_smem=ragged.matrix((2, 2, KV_TOKENS, columns), launch.kv_dtype),  # by column halves
+        rope_smem=ragged.matrix((2, KV_TOKENS, rope_dim), launch.kv_dtype),
         weights_smem=plgpu.SMEM((QUERY_ROWS, KV_TOKENS + 8), launch.dtype),  # 8 more: rows in different banks
         row_smem=plgpu.SMEM((2, QUERY_ROWS), jnp.float32),  # what warpgroups tell each other of their rows
         q_full=plgpu.Barrier(num_arrivals=3),
@@ -158,8 +140,8 @@ def _compute(refs: dict, launch: Launch, lane, worker, scale: float) -> None:
     """Attends for a worker's segments. lane: which of the two warpgroups: its half of a block's keys and of the
     columns."""
     workers, items, columns = refs["workers"], refs["items"], launch.head_dim // 2
-    begin, stop, item = workers[worker, BEGIN], workers[worker, STOP], workers[worker, ITEM]
-    segments = workers[worker, SEGMENTS]
+    begin, stop, item = workers[worker, schedule.BEGIN], workers[worker, schedule.STOP], workers[worker, schedule.ITEM]
+    segments = workers[worker, schedule.SEGMENTS]
     halves = replace(launch, blocks=Blocks(kv_tokens=_HALF, warpgroups=1))  # masks count keys in halves of blocks
     shape = (QUERY_ROWS, _HALF)
     other = 1 - lane
@@ -174,7 +156,7 @@ def _compute(refs: dict, launch: Launch, lane, worker, scale: float) -> None:
         """The other's numbers of the rows, for mine."""
         plgpu.store(refs["row_smem"].at[lane], x, optimized=False)
         meet()
-        return plgpu.load(refs["row_smem"].at[other], layout=ROW, optimized=False)
+        return plgpu.load(refs["row_smem"].at[other], layout=ragged.ROW, optimized=False)
 
     def fetch_queries(segment: Segment) -> None:
         rows = pl.ds(segment.query, QUERY_ROWS)
@@ -193,7 +175,7 @@ def _compute(refs: dict, launch: Launch, lane, worker, scale: float) -> None:
             plgpu.wgmma(acc, refs["q_rope_smem"], refs["rope_smem"].at[slot, mine].transpose((1, 0)))
             return acc[...]
 
-        return pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
+        return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
     def accumulate(acc, slot, weights):
         """The one step that differs in interpret mode: its wgmma takes no operand from registers and no first value."""
@@ -202,14 +184,15 @@ def _compute(refs: dict, launch: Launch, lane, worker, scale: float) -> None:
             acc = acc + jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
             plgpu.commit_smem()  # its reads come before the next copy into the same place
             return acc
-        return pl.run_state(lambda out: plgpu.wgmma(out, weights, values))(plgpu.ACC.init(acc))
+        return pl.run_state(lambda out: plgpu.wgmma(out, weights, values))(plgpu.WGMMAAccumulatorRef.init(acc))
 
     def clear(slot, valid) -> None:
         """Zeroes this warpgroup's columns from key `valid` on: they may be NaN, and weights of 0 would keep that."""
         for at in range(0, columns, 64):
             some = refs["kv_smem"].at[slot, lane, :, pl.ds(at, 64)]
             values = some[...]
-            some[...] = jnp.where(plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=TILE) < valid, values, jnp.zeros_like(values))
+            row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=ragged.TILE)
+            some[...] = jnp.where(row < valid, values, jnp.zeros_like(values))
 
     def fetch_next(n, segment: Segment, i, slot) -> None:
         """The block after block i of segment n, or the first of the next segment."""
@@ -217,7 +200,7 @@ def _compute(refs: dict, launch: Launch, lane, worker, scale: float) -> None:
 
         @pl.when((i + 1 >= segment.hi) & (n + 1 < segments))
         def _():
-            following = read_segment(items, item + n + 1, begin, stop, 1)
+            following = schedule.read_segment(items, item + n + 1, begin, stop, 1)
             _fetch(refs, launch, following, following.lo, slot, lane)
 
     def one_block(n, segment: Segment, i, carry):
@@ -229,30 +212,32 @@ def _compute(refs: dict, launch: Launch, lane, worker, scale: float) -> None:
         plgpu.barrier_wait(refs["kv_full"].at[slot])
         scores = scores_of(slot)
         if launch.soft_cap is None:
-            factor = scale * LOG2E
+            factor = scale * ragged.LOG2E
         else:
-            scores, factor = jnp.tanh(scores * (scale / launch.soft_cap)), launch.soft_cap * LOG2E
+            scores, factor = jnp.tanh(scores * (scale / launch.soft_cap)), launch.soft_cap * ragged.LOG2E
         scores = lax.cond(
             ragged._needs_mask(halves, segment, half, 0),
-            lambda s: jnp.where(ragged._visible(refs, halves, segment, half, 0, shape), s, MASKED), lambda s: s, scores,
-        )  # fmt: skip
+            lambda s: jnp.where(ragged._visible(refs, halves, segment, half, 0, shape), s, ragged.MASKED),
+            lambda s: s,
+            scores,
+        )
 
         largest = jnp.max(scores, axis=1) * factor
         highest = jnp.maximum(maximum, jnp.maximum(largest, exchange(largest)))
         rescale = jnp.exp2(maximum - highest)
-        weights = jnp.exp2(scores * factor - rows_of(highest, shape))
+        weights = jnp.exp2(scores * factor - ragged.rows_of(highest, shape))
         total = total * rescale + jnp.sum(weights, axis=1)
         plgpu.store(refs["weights_smem"].at[:, mine], weights.astype(launch.dtype), optimized=False)
         valid = segment.end - i * KV_TOKENS
         pl.when(valid < KV_TOKENS)(lambda: clear(slot, valid))
         meet()
-        weights = plgpu.load(refs["weights_smem"].at[:, pl.ds(0, KV_TOKENS)], layout=TILE, optimized=False)
-        acc = accumulate(acc * rows_of(rescale, acc.shape), slot, weights)
+        weights = plgpu.load(refs["weights_smem"].at[:, pl.ds(0, KV_TOKENS)], layout=ragged.TILE, optimized=False)
+        acc = accumulate(acc * ragged.rows_of(rescale, acc.shape), slot, weights)
         return acc, highest, total, taken + 1
 
     def finish(segment: Segment, acc, total) -> None:
         staging = refs["q_smem"].at[lane]  # nobody needs the queries any more
-        staging[...] = (acc * rows_of(1.0 / jnp.maximum(total, 1e-30), acc.shape)).astype(launch.dtype)
+        staging[...] = (acc * ragged.rows_of(1.0 / jnp.maximum(total, 1e-30), acc.shape)).astype(launch.dtype)
         plgpu.commit_smem()
         rows = segment.rows
         for size in (64, 32, 16, 8):
@@ -276,12 +261,12 @@ def _compute(refs: dict, launch: Launch, lane, worker, scale: float) -> None:
             plgpu.store(refs["part_sum"].at[place, 0], total, optimized=False)
 
     def one_segment(n, taken):
-        segment = read_segment(items, item + n, begin, stop, 1)
+        segment = schedule.read_segment(items, item + n, begin, stop, 1)
         fetch_queries(segment)
         plgpu.barrier_wait(refs["q_full"])
-        acc = plgpu.layout_cast(jnp.zeros((QUERY_ROWS, columns), jnp.float32), TILE)
-        maximum = plgpu.layout_cast(jnp.full((QUERY_ROWS,), LOWEST, jnp.float32), ROW)
-        total = plgpu.layout_cast(jnp.zeros((QUERY_ROWS,), jnp.float32), ROW)
+        acc = plgpu.layout_cast(jnp.zeros((QUERY_ROWS, columns), jnp.float32), ragged.TILE)
+        maximum = plgpu.layout_cast(jnp.full((QUERY_ROWS,), ragged.LOWEST, jnp.float32), ragged.ROW)
+        total = plgpu.layout_cast(jnp.zeros((QUERY_ROWS,), jnp.float32), ragged.ROW)
         acc, maximum, total, taken = lax.fori_loop(
             segment.lo, segment.hi, partial(one_block, n, segment), (acc, maximum, total, taken)
         )
@@ -293,7 +278,7 @@ def _compute(refs: dict, launch: Launch, lane, worker, scale: float) -> None:
 
     @pl.when(segments > 0)
     def _():
-        first = read_segment(items, item, begin, stop, 1)
+        first = schedule.read_segment(items, item, begin, stop, 1)
         _fetch(refs, launch, first, first.lo, 0, lane)
 
     lax.fori_loop(0, segments, one_segment, jnp.int32(0))

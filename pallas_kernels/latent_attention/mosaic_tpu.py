@@ -85,7 +85,7 @@ def _device(interpret) -> Device:
     """What is compiled for."""
     if interpret:
         return DEVICES["v5e"]
-    version = pltpu.get_tpu_info().chip_version.value  # "v6e", "7x"
+    version = str(pltpu.get_tpu_info().chip_version)  # "v6e", "7x"
     return device_of_kind(version if version.startswith("v") else f"v{version}")
 
 
@@ -183,11 +183,11 @@ def _kernel(
 ):  # fmt: skip
     # Inputs in HBM: q_latent [T, N, R], q_rope [T, N, 128], extra, (out), (pages [L * P, B / 2, C], aliased).
     q_latent_hbm, q_rope_hbm, *rest = refs
-    extra_hbm = rest.pop(0) if has_extra else None
+    extra_hbm: Any = rest.pop(0) if has_extra else None
     if aliased:
         rest.pop(0)
     _, out_hbm, pages, kv, q_latent, q_rope, *rest = rest
-    extra = rest.pop(0) if has_extra else None
+    extra: Any = rest.pop(0) if has_extra else None
     out, q_even_odd, acc, highest, weight_sum, kv_sem, q_sem, out_sem, write_sem = rest
     depth, kv_rows, row_dim = kv.shape
     kv_tokens = 2 * kv_rows

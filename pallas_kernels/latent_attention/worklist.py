@@ -12,7 +12,7 @@ from pallas_kernels.latent_attention.config import round_up
 
 
 class QueryBlocks(NamedTuple):
-    """Consecutive new tokens of one row each. Entries from `count` on mean nothing."""
+    """Consecutive new tokens of one row each. Entries from `used` on mean nothing."""
 
     row: jax.Array  # [I] int32
     start: jax.Array  # [I] first token
@@ -21,7 +21,7 @@ class QueryBlocks(NamedTuple):
     kv_len: jax.Array  # [I] of the row, its new tokens included
     new: jax.Array  # [I] new tokens of the row
     steps: jax.Array  # [I] KV blocks that the tokens see
-    count: jax.Array  # [1]
+    used: jax.Array  # [1] how many entries
     total: jax.Array  # [1] steps of all
 
 
@@ -53,13 +53,13 @@ def chunk_blocks(
 
 
 class PageWrites(NamedTuple):
-    """Pages that get new rows: slots first .. end - 1 of a page. Entries from `count` on mean nothing."""
+    """Pages that get new rows: slots first .. end - 1 of a page. Entries from `used` on mean nothing."""
 
     page: jax.Array  # [I] int32
     first: jax.Array  # [I]
     end: jax.Array  # [I]
     source: jax.Array  # [I] the new token that slot 0 would get: negative where the page starts before all new ones
-    count: jax.Array  # [1]
+    used: jax.Array  # [1] how many entries
 
 
 def page_writes(num_tokens: int, page_size: int, page_table, kv_lens, cu_q_lens, distribution) -> PageWrites:

@@ -52,7 +52,7 @@ def write_pages(writes: PageWrites, new, kv_pages, *, latent_dim: int, interpret
     )(*scalars, pairs, kv_pages)
 
 
-def token_in_row(shape: tuple[int, int], latent_dim: int):
+def token_in_row(shape: tuple[int, ...], latent_dim: int):
     """Which of its row's two tokens a number belongs to, 0 or 1: int32 [rows, C]."""
     lane = lax.broadcasted_iota(jnp.int32, shape, 1)
     middle = latent_dim + shape[1] // 2  # of the rotated keys

@@ -1,5 +1,7 @@
 """Latent attention: the reference by hand and against the naive form, and every backend against the reference."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,7 +83,7 @@ def test_absorbed_equals_naive(backend: str, yarn_factor: float | None):
     else:
         spec = LatentSpec(num_heads=heads, latent_dim=rank, rope_dim=rope_dim, page_size=16,
                           dtype=jnp.dtype("float32"), kv_dtype=jnp.dtype("float32"))  # fmt: skip
-        attend = choose_backend("xla", spec, jax.devices("cpu")[0]).attend
+        attend: Any = choose_backend("xla", spec, jax.devices("cpu")[0]).attend
         out, _ = attend(*map(jnp.asarray, (*arguments, *step)), scale=scale)
     absorbed = np.einsum("tnr,rnv->tnv", out, up_value.reshape(rank, heads, value))
     np.testing.assert_allclose(absorbed, naive, atol=1e-4)
@@ -117,14 +119,14 @@ def test_xla_mixed_dtypes(dtype: str):
     check(CASES["mixed"], dtype=dtype)
 
 
-@pytest.mark.parametrize("name", ["decode", "mixed", "trees"])
+SLOW = ["no rows", "page 128", "trees", "whole pages"]
+
+
+@pytest.mark.parametrize("name", [
+    "decode", "mixed", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
+    *(pytest.param(name, marks=pytest.mark.kernels) for name in CASES if name not in ("decode", "mixed", *SLOW)),
+])  # fmt: skip
 def test_mosaic_tpu(name: str):
-    check(CASES[name], "mosaic_tpu", blocks=SMALL_BLOCKS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(CASES.keys() - {"decode", "mixed", "trees"}))
-def test_mosaic_tpu_more(name: str):
     check(CASES[name], "mosaic_tpu", blocks=SMALL_BLOCKS)
 
 
@@ -136,15 +138,11 @@ needs_gpu_interpreter = pytest.mark.skipif(jax.__version_info__ < (0, 11), reaso
 
 
 @needs_gpu_interpreter
-@pytest.mark.parametrize("name", ["decode", "mixed", "trees"])
+@pytest.mark.parametrize("name", [
+    "mixed", *(pytest.param(name, marks=pytest.mark.slow) for name in ("decode", *SLOW)),
+    *(pytest.param(name, marks=pytest.mark.kernels) for name in CASES if name not in ("decode", "mixed", *SLOW)),
+])  # fmt: skip
 def test_mosaic_gpu(name: str):
-    check(CASES[name], "mosaic_gpu")
-
-
-@needs_gpu_interpreter
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(CASES.keys() - {"decode", "mixed", "trees"}))
-def test_mosaic_gpu_more(name: str):
     check(CASES[name], "mosaic_gpu")
 
 
@@ -165,7 +163,7 @@ def check_random(backend: str, decode: list, chunks: list, seed: int, **options)
         check(latent_case(rows, heads=5, num_rows=7, num_tokens=128, seed=seed), backend, **options)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(**batch)
 def test_random_batches_xla(decode, chunks, seed):
     check_random("xla", decode, chunks, seed)
@@ -188,7 +186,8 @@ def test_random_batches_mosaic_gpu(decode, chunks, seed):
 
 def test_a_cache_of_latents_is_71_times_smaller():
     """576 numbers a token and layer instead of 128 heads of 192 and 128."""
-    fields = dict(num_layers=61, num_pages=10, page_size=64, latent_dim=512, rope_dim=64, dtype=jnp.dtype("bfloat16"))
+    fields: dict[str, Any] = dict(num_layers=61, num_pages=10, page_size=64, latent_dim=512, rope_dim=64,
+                                  dtype=jnp.dtype("bfloat16"))  # fmt: skip
     for pairs in (False, True):
         layout = LatentLayout(**fields, pairs=pairs)
         assert layout.page_bytes == 61 * 64 * 576 * 2
@@ -209,7 +208,7 @@ def test_layout_moves_through_the_canonical_order(pairs: bool):
                                                                        canonical[1, 2, 2, 6:], canonical[1, 2, 3, 6:]]))
 
 
-SPEC = dict(num_heads=16, page_size=64, dtype=jnp.dtype("bfloat16"), kv_dtype=jnp.dtype("bfloat16"))
+SPEC: dict[str, Any] = dict(num_heads=16, page_size=64, dtype=jnp.dtype("bfloat16"), kv_dtype=jnp.dtype("bfloat16"))
 
 
 @pytest.mark.parametrize("field, value, missing", [
