@@ -4,10 +4,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 # What keeps a backend from serving a spec on a kind of device (None: simulated on a CPU), or None.
 Unsupported = Callable[[Any, str | None], str | None]
 
 _PLATFORM = {"mosaic_tpu": "tpu", "mosaic_gpu": "gpu"}
+_SIMULATED_DEVICES = 8
 _NATIVE = {platform: name for name, platform in _PLATFORM.items()}
 
 
@@ -23,10 +26,14 @@ def choose(kernel: str, name: str, backends: Mapping[str, Unsupported], spec: An
 
     A kernel asked for by name on a CPU is simulated. `kernel` is for messages. Raises ValueError with what is missing.
     """
+
+    def missing_for(name: str, kind: str | None) -> str | None:
+        return _missing_here(name, simulated=kind is None) or backends[name](spec, kind)
+
     fallback = None
     if name == "auto":
         name = _NATIVE.get(device.platform, "xla")
-        if (missing := backends[name](spec, device.device_kind)) is not None:
+        if (missing := missing_for(name, device.device_kind)) is not None:
             name, fallback = "xla", f"{name}: {missing}"
     if name not in backends:
         raise ValueError(f"{kernel} backend {name!r} is not one of auto, {', '.join(backends)}")
@@ -34,6 +41,20 @@ def choose(kernel: str, name: str, backends: Mapping[str, Unsupported], spec: An
     if platform not in (None, device.platform) and device.platform != "cpu":
         raise ValueError(f"{kernel} backend {name!r} runs on {platform} (simulated on cpu), not on {device.platform}")
     simulated = platform is not None and device.platform == "cpu"
-    if (missing := backends[name](spec, None if simulated else device.device_kind)) is not None:
+    if (missing := missing_for(name, None if simulated else device.device_kind)) is not None:
         raise ValueError(f"{kernel} backend {name!r}: {missing}")
     return Choice(name=name, simulated=simulated, fallback=fallback)
+
+
+def _missing_here(name: str, *, simulated: bool) -> str | None:
+    """What keeps a backend from running with this jax and these devices, whatever the spec."""
+    if name != "mosaic_gpu":
+        return None
+    if jax.__version_info__ < (0, 12):  # 0.11 has no plgpu.store
+        return f"Mosaic GPU kernels need jax 0.12 or newer, this is {jax.__version__}"
+    if simulated and jax.local_device_count() < _SIMULATED_DEVICES:
+        return (
+            f"simulating a GPU needs XLA_FLAGS=--xla_force_host_platform_device_count={_SIMULATED_DEVICES}: each warp "
+            "that waits occupies a thread of XLA's pool, which grows with the devices, and an empty pool hangs"
+        )
+    return None

@@ -224,8 +224,6 @@ def grouped_matmul(
 def unsupported(spec: ExpertsSpec) -> str | None:
     """What the kernel lacks for the spec, or None."""
     dtype, weights = jnp.dtype(spec.dtype), jnp.dtype(spec.weight_dtype)
-    if jax.__version_info__ < (0, 11):
-        return f"jax {jax.__version__} (Mosaic GPU kernels need 0.11 or newer)"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"rows of {dtype} (tensor cores take bfloat16 and float16 without rounding them)"
     if weights not in (dtype, *DTYPES):

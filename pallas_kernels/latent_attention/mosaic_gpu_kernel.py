@@ -216,8 +216,8 @@ def _compute(refs: dict, launch: Launch, lane, worker, scale: float) -> None:
         else:
             scores, factor = jnp.tanh(scores * (scale / launch.soft_cap)), launch.soft_cap * ragged.LOG2E
         scores = lax.cond(
-            ragged._needs_mask(halves, segment, half, 0),
-            lambda s: jnp.where(ragged._visible(refs, halves, segment, half, 0, shape), s, ragged.MASKED),
+            ragged.needs_mask(halves, segment, half, 0),
+            lambda s: jnp.where(ragged.visible(refs, halves, segment, half, 0, shape), s, ragged.MASKED),
             lambda s: s,
             scores,
         )

@@ -20,7 +20,7 @@ from quant.experts import QuantizedExperts, dequantize_experts, quantize_experts
 from tests.tolerances import GROUPED_MATMUL
 
 gpu = pytest.param("mosaic_gpu", marks=pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason=f"Mosaic GPU kernels need jax 0.11; this is {jax.__version__}"))  # fmt: skip
+    jax.__version_info__ < (0, 12), reason=f"Mosaic GPU kernels need jax 0.12; this is {jax.__version__}"))  # fmt: skip
 BACKENDS = ["xla", "mosaic_tpu", gpu]
 BLOCKS = {"mosaic_tpu": TpuBlocks(tile_rows=32, piece_rows=16, block_f=256, step_f=128),
           "mosaic_gpu": GpuBlocks(tile_rows=64, block_f=128, stages=2), "xla": None}  # fmt: skip

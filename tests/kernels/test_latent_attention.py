@@ -134,7 +134,7 @@ def test_mosaic_tpu_bfloat16():
     check(latent_case(((1, 40), (9, 45)), num_rows=3), "mosaic_tpu", "bfloat16", blocks=SMALL_BLOCKS)
 
 
-needs_gpu_interpreter = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU kernels: jax 0.11")
+needs_gpu_interpreter = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="Mosaic GPU kernels: jax 0.12")
 
 
 @needs_gpu_interpreter

@@ -32,9 +32,6 @@ _PAGES, _HEADS = (16, 32, 64, 128, 256), (64, 128, 256)
 
 def unsupported(spec: AttentionSpec, device_kind: str | None) -> str | None:
     """What keeps this backend from serving `spec`, if anything; device_kind None: interpret mode on a CPU."""
-    version = tuple(int(part) for part in jax.__version__.split(".")[:2])
-    if version < (0, 12):
-        return f"needs jax 0.12 or newer, this is {jax.__version__}"  # 0.11 has no plgpu.store
     if spec.num_heads // spec.num_kv_heads > 16:
         return f"{spec.num_heads // spec.num_kv_heads} query heads a kv head, 16 are the most"
     pages, heads = ((8, 16, 32, 64, 128, 256), range(16, 257, 16)) if device_kind is None else (_PAGES, _HEADS)

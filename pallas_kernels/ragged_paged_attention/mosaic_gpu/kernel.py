@@ -239,7 +239,7 @@ def _numbers(launch: Launch, ref, rows) -> jax.Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
-def _visible(refs: dict, launch: Launch, segment: Segment, block, lane_row, shape):
+def visible(refs: dict, launch: Launch, segment: Segment, block, lane_row, shape):
     """[64, W]: whether a query row sees a key; lane_row: the first of the warpgroup's rows in the query block."""
     key = block * launch.blocks.kv_tokens + _iota(shape, 1)
     row = segment.offset + lane_row + _iota(shape, 0)
@@ -263,7 +263,7 @@ def _visible(refs: dict, launch: Launch, segment: Segment, block, lane_row, shap
     return seen
 
 
-def _needs_mask(launch: Launch, segment: Segment, block, lane_row):
+def needs_mask(launch: Launch, segment: Segment, block, lane_row):
     """Whether any of the warpgroup's rows does not see all keys of a block."""
     size = launch.blocks.kv_tokens
     begin, last = block * size, block * size + size - 1
@@ -362,9 +362,9 @@ def _compute(refs: dict, launch: Launch, lane, ring, worker) -> None:
         plgpu.barrier_arrive(refs["k_empty"].at[slot])
 
         def masked(scores):
-            return jnp.where(_visible(refs, launch, segment, block, lane_row, shape), scores, MASKED)
+            return jnp.where(visible(refs, launch, segment, block, lane_row, shape), scores, MASKED)
 
-        scores = lax.cond(_needs_mask(launch, segment, block, lane_row), masked, lambda scores: scores, scores)
+        scores = lax.cond(needs_mask(launch, segment, block, lane_row), masked, lambda scores: scores, scores)
 
         highest = jnp.maximum(maximum, jnp.max(scores, axis=1) * LOG2E)
         rescale = jnp.exp2(maximum - highest)
