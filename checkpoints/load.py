@@ -6,8 +6,10 @@ parameter at a time beyond what the devices hold.
 """
 
 import fnmatch
+import itertools
 import math
 from collections.abc import Collection, Mapping
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -27,23 +29,25 @@ def load_params(
     targets: Mapping[Path, ParamSource],
     shapes: Mapping[Path, tuple[int, ...]],
     shardings: Mapping[Path, jax.sharding.Sharding],
-    dtype: np.typing.DTypeLike,
+    dtype: np.typing.DTypeLike | Mapping[Path, np.typing.DTypeLike],
     *,
     ignore: Collection[str] = (),
     progress: bool = False,
 ) -> dict[Path, jax.Array]:
-    """Reads every target. `ignore` holds names or patterns of tensors that may be left over (a tied `lm_head.weight`).
+    """Reads every target, in one dtype or each in its own. `ignore` holds names or patterns of tensors that may be left
+    over (a tied `lm_head.weight`).
 
     Raises CheckpointError before anything is read if a tensor is missing, left over or of the wrong shape.
     """
     check_names(source, targets, ignore)
     for path, target in targets.items():
         check_shapes(source, target, shapes[path])
+    dtypes = cast(Mapping[Path, Any], dtype) if isinstance(dtype, Mapping) else dict.fromkeys(targets, dtype)
     params = {}
     total = sum(math.prod(shapes[path]) for path in targets)
     with tqdm(total=total, unit=" params", unit_scale=True, desc="Loading weights", disable=not progress) as bar:
         for path, target in targets.items():
-            params[path] = _load_param(source, target, shapes[path], shardings[path], np.dtype(dtype))
+            params[path] = _load_param(source, target, shapes[path], shardings[path], np.dtype(dtypes[path]))
             bar.update(math.prod(shapes[path]))
     return params
 
@@ -64,9 +68,12 @@ def check_names(source: TensorSource, targets: Mapping[Path, ParamSource], ignor
 
 def check_shapes(source: TensorSource, target: ParamSource, shape: tuple[int, ...]) -> None:
     """Each stored dimension must be one of the parameter's, or the product of neighbours."""
-    if target.stacked and shape[0] != len(target.names):
-        raise CheckpointError(f"{source.location}: {len(target.names)} layers for a stack of {shape[0]}")
-    shape = shape[1:] if target.stacked else shape
+    leading, shape = _leading(target, shape)
+    if math.prod(leading) != len(target.names):
+        what = "layers" if target.experts is None else "tensors"
+        raise CheckpointError(f"{source.location}: {len(target.names)} {what} for a stack of "
+                              f"{' x '.join(map(str, leading))}")
+    shape = _whole(target, shape)
     for name in target.names:
         stored = source.shape(name)
         if target.rows is not None and stored[:1] != (target.rows.total,):
@@ -101,13 +108,25 @@ def read_shard(source: TensorSource, target: ParamSource, shape: tuple[int, ...]
                bounds: tuple[tuple[int, int], ...], dtype: np.dtype) -> np.ndarray:  # fmt: skip
     """The part of a parameter between `bounds` (start, stop for each axis), in a new array."""
     out = np.empty([stop - start for start, stop in bounds], dtype)
-    if not target.stacked:
-        _fill(out, source, target.names[0], target, shape, bounds)
-        return out
-    start, stop = bounds[0]
-    for row, name in enumerate(target.names[start:stop]):
-        _fill(out[row], source, name, target, shape[1:], bounds[1:])
+    leading, one = _leading(target, shape)
+    wanted = [range(*b) for b in bounds[: len(leading)]]  # layers; experts
+    for at in itertools.product(*wanted):
+        name = target.names[int(np.ravel_multi_index(at, leading)) if leading else 0]
+        place = tuple(i - r.start for i, r in zip(at, wanted, strict=True))
+        _fill(out[place], source, name, target, one, bounds[len(leading) :])
     return out
+
+
+def _leading(target: ParamSource, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The axes of layers and experts, and the shape of what one tensor makes."""
+    count = target.stacked + (target.experts is not None)
+    return shape[:count], shape[count:]
+
+
+def _whole(target: ParamSource, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of what the parameter is a part of."""
+    part = target.part
+    return shape if part is None else (*shape[: part.axis], part.total, *shape[part.axis + 1 :])
 
 
 def _part(stored: tuple[int, ...], target: ParamSource) -> tuple[int, ...]:
@@ -119,11 +138,16 @@ def _fill(out: np.ndarray, source: TensorSource, name: str, target: ParamSource,
           bounds: tuple[tuple[int, int], ...]) -> None:  # fmt: skip
     stored, transpose = _part(source.shape(name), target), target.transpose
     stored = stored[::-1] if transpose else stored
+    shape = _whole(target, shape)
     groups = _groups(stored, shape)
     assert groups is not None, f"{name}: shapes were checked"
+    box = [slice(*b) for b in bounds]
+    if (of := target.part) is not None:
+        start, stop = bounds[of.axis]
+        box[of.axis] = slice(of.start + start * of.step, of.start + (stop - 1) * of.step + 1, of.step)
     index, cut, middle = [], [], []  # read `index` of the tensor, see it as `middle`, take `cut` of that
     for axes in groups:
-        part, group_cut, group_shape = _slice_group([shape[a] for a in axes], [bounds[a] for a in axes])
+        part, group_cut, group_shape = _slice_group([shape[a] for a in axes], [box[a] for a in axes])
         index.append(part)
         cut += group_cut
         middle += group_shape
@@ -152,8 +176,8 @@ def _groups(stored: tuple[int, ...], shape: tuple[int, ...]) -> list[range] | No
     return groups if axis == len(shape) else None
 
 
-def _slice_group(sizes: list[int], bounds: list[tuple[int, int]]) -> tuple[slice, list[slice], list[int]]:
-    """One stored dimension that is a product of `sizes`, of which the box `bounds` is wanted: the slice to read, and
+def _slice_group(sizes: list[int], box: list[slice]) -> tuple[slice, list[slice], list[int]]:
+    """One stored dimension that is a product of `sizes`, of which `box` is wanted: the slice to read, and
     how to cut the box out of it once it is reshaped.
 
     Rows of a box that is full in its last axes are neighbours: the slice is then exact. Otherwise the slice covers the
@@ -162,6 +186,6 @@ def _slice_group(sizes: list[int], bounds: list[tuple[int, int]]) -> tuple[slice
     if not sizes:
         return slice(None), [], []
     inner = math.prod(sizes[1:])
-    start, stop = bounds[0]
-    cut = [slice(None)] + [slice(*b) for b in bounds[1:]]
+    start, stop = box[0].start, box[0].stop
+    cut = [slice(None, None, box[0].step), *box[1:]]
     return slice(start * inner, stop * inner), cut, [stop - start, *sizes[1:]]

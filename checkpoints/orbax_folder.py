@@ -6,7 +6,7 @@ written on one mesh opens on any other.
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -49,10 +49,10 @@ def restore_params(
     folder: Path,
     shapes: Mapping[ParamPath, tuple[int, ...]],
     shardings: Mapping[ParamPath, jax.sharding.Sharding],
-    dtype: np.typing.DTypeLike,
+    dtype: np.typing.DTypeLike | Mapping[ParamPath, np.typing.DTypeLike],
 ) -> dict[ParamPath, jax.Array]:
-    """Reads every parameter of `shapes` in `dtype` onto its sharding. Raises CheckpointError if one is missing, left
-    over or of another shape, or if the folder is damaged."""
+    """Reads every parameter of `shapes`, in one dtype or each in its own, onto its sharding. Raises CheckpointError if
+    one is missing, left over or of another shape, or if the folder is damaged."""
     location = (folder.expanduser() / PARAMS).absolute()
     with ocp.StandardCheckpointer() as checkpointer:
         try:
@@ -63,7 +63,9 @@ def restore_params(
             raise CheckpointError(f"{location}: not a whole Orbax checkpoint; convert the model again")
         stored = _flat(metadata.tree)
         _check(str(location), {path: tuple(meta.shape) for path, meta in stored.items()}, shapes)
-        wanted = {path: jax.ShapeDtypeStruct(shape, dtype, sharding=shardings[path]) for path, shape in shapes.items()}
+        dtypes = cast(Mapping[ParamPath, Any], dtype) if isinstance(dtype, Mapping) else dict.fromkeys(shapes, dtype)
+        wanted = {path: jax.ShapeDtypeStruct(shape, dtypes[path], sharding=shardings[path])
+                  for path, shape in shapes.items()}  # fmt: skip
         try:
             return _flat(checkpointer.restore(location, _nested(wanted)))
         except (OSError, ValueError) as error:

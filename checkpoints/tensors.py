@@ -39,16 +39,31 @@ class Rows:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Part:
+    """What of a longer axis is the parameter's: start, start + step, ... of `total`."""
+
+    axis: int  # of one layer's parameter
+    start: int
+    step: int = 1
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParamSource:
     """One model parameter from the checkpoint.
 
-    names: one tensor name, or one for each layer of a stack, in order (the parameter has a leading layer axis).
+    names: one tensor name, or one for each layer of a stack, in order (the parameter has a leading layer axis); where
+    each expert's tensor is stored alone, all experts of the first layer, then of the second.
+    experts: how many tensors make a layer, one for each expert (the parameter has an expert axis after the layers').
     rows: the parameter is this part of the stored tensor; None: all of it.
+    part: the parameter is this part of what the stored tensor is reshaped to.
     transpose: the stored matrix is [out, in] and the parameter wants [in, out].
-    The parameter's shape (without the layer axis) is a reshape of the (transposed) tensor: [D, N*H] to [D, N, H].
+    The parameter's shape (without those axes) is a reshape of the (transposed) tensor: [D, N*H] to [D, N, H].
     """
 
     names: tuple[str, ...]
     stacked: bool
+    experts: int | None = None
     transpose: bool = False
     rows: Rows | None = None
+    part: Part | None = None

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 Activation = Literal["silu", "gelu_tanh"]
 Projection = Literal["q", "k", "v", "o", "gate", "up", "down"]
+ScoreFunction = Literal["softmax", "sigmoid"]
 
 QKV: frozenset[Projection] = frozenset(("q", "k", "v"))
 QKVO: frozenset[Projection] = frozenset(("q", "k", "v", "o"))
@@ -25,11 +26,58 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClampedSwiGLU:
+    """gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), gate at most `limit`, up within +-limit."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How a token chooses its experts, and what each one's output counts. Scores are float32."""
+
+    num_experts: int  # E
+    top_k: int
+    scores: ScoreFunction = "softmax"  # of the router's logits, over all experts
+    bias: Literal["logits", "choice"] | None = None  # added to logits; or to scores, for choosing only
+    groups: int = 1  # neighbouring experts form this many groups
+    top_groups: int = 1  # that a token may choose from
+    group_best: int = 1  # a group's score is the sum of this many of its best
+    weights: Literal["scores", "normalized"] = "normalized"  # of the chosen: as they are, or divided by their sum
+    scale: float = 1.0  # of the weights
+
+    def __post_init__(self) -> None:
+        if self.num_experts < 1 or not 1 <= self.top_k <= self.num_experts:
+            raise ValueError(f"{self.top_k=} of {self.num_experts=} cannot be chosen")
+        if self.groups < 1 or self.num_experts % self.groups or not 1 <= self.top_groups <= self.groups:
+            raise ValueError(f"{self.num_experts=} in {self.groups=}, of which {self.top_groups=} count")
+        of_group = self.num_experts // self.groups
+        if not 1 <= self.group_best <= of_group or self.top_k > self.top_groups * of_group:
+            raise ValueError(f"{self.top_k=}, {self.group_best=}: there are {of_group} experts in a group")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoESpec:
+    """A mixture of experts in the MLP's place."""
+
+    routing: Routing
+    width: int  # F of an expert
+    shared_width: int | None = None  # F of what every token passes; None: nothing
+    shared_gate: Literal["sigmoid"] | None = None  # the shared part is multiplied by this of a product with the token
+
+    def __post_init__(self) -> None:
+        if self.width < 1 or (self.shared_width is not None and self.shared_width < 1):
+            raise ValueError(f"{self.width=}, {self.shared_width=} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerSpec:
     """What may differ from layer to layer."""
 
     rope: RopeConfig
     window: int | None = None  # sliding attention window in tokens, None: sees everything
+    moe: MoESpec | None = None  # None: a dense MLP
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -67,7 +115,7 @@ class ModelConfig:
     max_position: int
     norm_eps: float
     tie_embeddings: bool
-    activation: Activation = "silu"  # of the MLP's gate
+    activation: Activation | ClampedSwiGLU = "silu"  # of the MLP's gate
     biases: frozenset[Projection] = frozenset()  # the projections that have one
     qk_norm: Literal["head", "projection"] | None = None  # over each query and key head, or over all of a token's
     norms: Literal["input", "output", "both"] = "input"  # what is normed of attention and of the MLP
@@ -75,6 +123,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what attention and MLP add
     attention_scale: float
+    sinks: Literal["learned"] | None = None  # a logit of each head that takes attention and gives nothing (gpt-oss)
     attention_soft_cap: float | None = None  # scores are cap * tanh(score / cap)
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None  # after the scale
@@ -93,7 +142,7 @@ class ModelConfig:
         for layer in set(self.layers):
             if 2 * len(layer.rope.frequencies) > self.head_dim:
                 raise ValueError(f"{self.head_dim=} is less than the {2 * len(layer.rope.frequencies)} rotated numbers")
-        if self.activation not in get_args(Activation):
+        if not isinstance(self.activation, ClampedSwiGLU) and self.activation not in get_args(Activation):
             raise ValueError(f"{self.activation=} is not one of {', '.join(get_args(Activation))}")
         for name in ("attention_soft_cap", "logit_soft_cap"):
             cap = getattr(self, name)
@@ -103,6 +152,14 @@ class ModelConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def num_experts(self) -> int | None:
+        """Of each layer that has some. None: no layer has."""
+        counts = {layer.moe.routing.num_experts for layer in self.layers if layer.moe is not None}
+        if len(counts) > 1:
+            raise ValueError(f"layers with {sorted(counts)} experts cannot be mixed")
+        return counts.pop() if counts else None
 
     @cached_property
     def stacks(self) -> tuple[StackSpec, ...]:

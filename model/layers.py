@@ -5,7 +5,6 @@ Axis letters: T tokens, D model dim, N query heads, K kv heads, H head dim, R ro
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from model.batch import StepBatch
-from model.config import Activation, LayerSpec, ModelConfig, Projection, RopeConfig
+from model.config import Activation, ClampedSwiGLU, LayerSpec, ModelConfig, Projection, RopeConfig
 from model.rope import apply_rope
 from pallas_kernels.ragged_paged_attention.api import AttentionFn, KVLayout
 from sharding.rules import Axes, AxisRules
@@ -24,6 +23,15 @@ _ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
 }
+
+
+def gated(activation: Activation | ClampedSwiGLU, gate: Float[Array, "T F"], up: Float[Array, "T F"]
+          ) -> Float[Array, "T F"]:  # fmt: skip
+    if isinstance(activation, ClampedSwiGLU):
+        limit = activation.limit
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        return (up + 1) * gate * jax.nn.sigmoid(activation.alpha * gate)
+    return _ACTIVATIONS[activation](gate) * up
 
 
 def param(shape: tuple[int, ...], axes: Axes, *, rngs: nnx.Rngs, dtype: jnp.dtype, ones: bool = False) -> nnx.Param:
@@ -60,7 +68,7 @@ class RMSNorm(nnx.Module):
         return (normed * (self.offset + self.scale[...].astype(jnp.float32))).astype(x.dtype)
 
 
-def _normed(norm: RMSNorm | None, x: jax.Array) -> jax.Array:
+def normed(norm: RMSNorm | None, x: jax.Array) -> jax.Array:
     return x if norm is None else norm(x)
 
 
@@ -91,32 +99,41 @@ class Attention(nnx.Module):
             return RMSNorm(shape[first:], axes[first:], config, rngs=rngs, dtype=dtype)
 
         self.q_norm, self.k_norm = norm((N, H), heads), norm((K, H), kv_heads)
+        self.sinks = None if config.sinks is None else param((N,), ("heads",), rngs=rngs, dtype=dtype)
 
     def __call__(self, x: Float[Array, "T D"], angles: Angles, kv_pages: jax.Array, layer: jax.Array,
                  batch: StepBatch) -> tuple[Float[Array, "T D"], jax.Array]:
         q = add(project("td,dnh->tnh", x, self.q), self.q_bias)
         k = add(project("td,dnh->tnh", x, self.k), self.k_bias)
         v = add(project("td,dnh->tnh", x, self.v), self.v_bias)
-        q = apply_rope(self.rope, _normed(self.q_norm, q), angles[self.rope])
-        k = apply_rope(self.rope, _normed(self.k_norm, k), angles[self.rope])
+        q = apply_rope(self.rope, normed(self.q_norm, q), angles[self.rope])
+        k = apply_rope(self.rope, normed(self.k_norm, k), angles[self.rope])
         out, kv_pages = self._attend(q, k, v, kv_pages, layer, batch)
         return add(project("tnh,nhd->td", out, self.o), self.o_bias), kv_pages
 
     def _attend(self, q, k, v, kv_pages, layer, batch: StepBatch):
         """Attention on each device's heads, with all tokens of the step."""
-        attend = partial(self.attention, scale=self.scale, window=self.window, soft_cap=self.soft_cap)
+        def attend(*args: jax.Array):
+            step, sinks = args[: len(in_axes)], args[len(in_axes) :]
+            more = {"sinks": sinks[0]} if sinks else {}
+            return self.attention(*step, scale=self.scale, window=self.window, soft_cap=self.soft_cap, **more)
+
         heads, kv_heads = (None, "heads", "head_dim"), (None, "kv_heads", "head_dim")
         args = (q, k, v, kv_pages, layer, batch.page_table, batch.kv_lens, batch.cu_q_lens, batch.distribution)
         in_axes = (heads, kv_heads, kv_heads, KVLayout.axes, (), (None, None), (None,), (None,), (None,))
+        if self.sinks is not None:
+            wide = self.sinks[...].astype(jnp.float32)
+            return self.rules.map_over_shards(attend, (*args, wide), (*in_axes, ("heads",)), (heads, KVLayout.axes),
+                                              (q.shape, kv_pages.shape))  # fmt: skip
         return self.rules.map_over_shards(attend, args, in_axes, (heads, KVLayout.axes), (q.shape, kv_pages.shape))
 
 
 class MLP(nnx.Module):
-    """The gated feed-forward block: down(activation(gate(x)) * up(x))."""
+    """The gated feed-forward block: down(activation(gate(x)) * up(x)), F of this width."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
-        D, F = config.hidden_size, config.intermediate_size
-        self.activation = _ACTIVATIONS[config.activation]
+    def __init__(self, config: ModelConfig, width: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        D, F = config.hidden_size, width
+        self.activation: Activation | ClampedSwiGLU = config.activation
         self.gate = param((D, F), ("embed", "mlp"), rngs=rngs, dtype=dtype)
         self.up = param((D, F), ("embed", "mlp"), rngs=rngs, dtype=dtype)
         self.down = param((F, D), ("mlp", "embed"), rngs=rngs, dtype=dtype)
@@ -130,32 +147,4 @@ class MLP(nnx.Module):
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         gate = add(project_wide("td,df->tf", x, self.gate), self.gate_bias)
         up = add(project_wide("td,df->tf", x, self.up), self.up_bias)
-        return add(project("tf,fd->td", (self.activation(gate) * up).astype(x.dtype), self.down), self.down_bias)
-
-
-class DecoderLayer(nnx.Module):
-    """Attention and MLP, each with a residual, and with norms before it, after it or both."""
-
-    def __init__(self, config: ModelConfig, spec: LayerSpec, rules: AxisRules, attention: AttentionFn, *,
-                 rngs: nnx.Rngs, dtype: jnp.dtype):
-        self.rules, self.residual_scale = rules, config.residual_scale
-
-        def norm(place: Literal["input", "output"]) -> RMSNorm | None:
-            if config.norms not in (place, "both"):
-                return None
-            return RMSNorm((config.hidden_size,), ("embed",), config, rngs=rngs, dtype=dtype)
-
-        self.attention_norm, self.attention_out_norm = norm("input"), norm("output")
-        self.mlp_norm, self.mlp_out_norm = norm("input"), norm("output")
-        self.attention = Attention(config, spec, rules, attention, rngs=rngs, dtype=dtype)
-        self.mlp = MLP(config, rngs=rngs, dtype=dtype)
-
-    def __call__(self, x: Float[Array, "T D"], angles: Angles, kv_pages: jax.Array, layer: jax.Array,
-                 batch: StepBatch) -> tuple[Float[Array, "T D"], jax.Array]:
-        out, kv_pages = self.attention(_normed(self.attention_norm, x), angles, kv_pages, layer, batch)
-        x = self._add(x, _normed(self.attention_out_norm, out))
-        out = self.mlp(_normed(self.mlp_norm, x))
-        return self._add(x, _normed(self.mlp_out_norm, out)), kv_pages
-
-    def _add(self, x: jax.Array, out: jax.Array) -> jax.Array:
-        return self.rules.constrain(x + out * self.residual_scale, ("tokens", "embed"))
+        return add(project("tf,fd->td", gated(self.activation, gate, up).astype(x.dtype), self.down), self.down_bias)

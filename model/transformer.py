@@ -17,8 +17,10 @@ from jaxtyping import Array, Float, Int
 
 from model.batch import StepBatch
 from model.config import LayerSpec, ModelConfig, StackSpec
-from model.layers import Angles, DecoderLayer, RMSNorm, param
+from model.decoder import DecoderLayer
+from model.layers import Angles, RMSNorm, param
 from model.rope import rope_angles
+from pallas_kernels.grouped_matmul.api import Backend
 from pallas_kernels.ragged_paged_attention.api import AttentionFn
 from sharding.rules import Axes, AxisRules
 
@@ -28,13 +30,13 @@ Path = tuple[str, ...]
 class LayerStack(nnx.Module):
     """A repeated pattern of layers; those at one place of the pattern have stacked parameters."""
 
-    def __init__(self, config: ModelConfig, spec: StackSpec, rules: AxisRules, attention: AttentionFn, *,
-                 rngs: nnx.Rngs, dtype: jnp.dtype):
+    def __init__(self, config: ModelConfig, spec: StackSpec, rules: AxisRules, attention: AttentionFn,
+                 experts: Backend | None, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         def make(layer: LayerSpec) -> DecoderLayer:
             @nnx.split_rngs(splits=spec.periods)
             @nnx.vmap
             def stacked(rngs: nnx.Rngs) -> DecoderLayer:
-                return DecoderLayer(config, layer, rules, attention, rngs=rngs, dtype=dtype)
+                return DecoderLayer(config, layer, rules, attention, experts, rngs=rngs, dtype=dtype)
 
             return stacked(rngs)
 
@@ -59,12 +61,14 @@ class LayerStack(nnx.Module):
 class Transformer(nnx.Module):
     """Tokens to hidden states, and hidden states to logits. The output matrix is the embedding where tied."""
 
-    def __init__(self, config: ModelConfig, rules: AxisRules, attention: AttentionFn, *, rngs: nnx.Rngs,
-                 dtype: jnp.dtype):
+    def __init__(self, config: ModelConfig, rules: AxisRules, attention: AttentionFn, experts: Backend | None = None,
+                 *, rngs: nnx.Rngs, dtype: jnp.dtype):
         V, D = config.vocab_size, config.hidden_size
         self.config, self.rules = config, rules
         self.embedding = param((V, D), ("vocab", "embed"), rngs=rngs, dtype=dtype)
-        self.stacks = nnx.List([LayerStack(config, s, rules, attention, rngs=rngs, dtype=dtype) for s in config.stacks])
+        self.stacks = nnx.List([
+            LayerStack(config, s, rules, attention, experts, rngs=rngs, dtype=dtype) for s in config.stacks
+        ])
         self.norm = RMSNorm((D,), ("embed",), config, rngs=rngs, dtype=dtype)
         self.head = None if config.tie_embeddings else param((V, D), ("vocab", "embed"), rngs=rngs, dtype=dtype)
 
@@ -86,9 +90,18 @@ class Transformer(nnx.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def abstract_model(config: ModelConfig, rules: AxisRules, attention: AttentionFn, dtype: jnp.dtype) -> Transformer:
-    """The model with shapes instead of arrays."""
-    return nnx.eval_shape(lambda: Transformer(config, rules, attention, rngs=nnx.Rngs(0), dtype=dtype))
+def abstract_model(config: ModelConfig, rules: AxisRules, attention: AttentionFn, dtype: jnp.dtype,
+                   experts: Backend | None = None) -> Transformer:  # fmt: skip
+    """The model with shapes instead of arrays. experts: the grouped matmuls of a model that has experts."""
+    return nnx.eval_shape(lambda: Transformer(config, rules, attention, experts, rngs=nnx.Rngs(0), dtype=dtype))
+
+
+def param_dtypes(model: Transformer) -> Mapping[Path, jnp.dtype]:
+    """Of every parameter, by path."""
+    return {
+        tuple(str(part) for part in path): variable.get_value().dtype
+        for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))
+    }
 
 
 def param_axes(model: Transformer) -> Mapping[Path, tuple[tuple[int, ...], Axes]]:

@@ -18,12 +18,12 @@ from checkpoints.errors import CheckpointError
 from checkpoints.load import load_params
 from checkpoints.open import Checkpoint, open_checkpoint
 from checkpoints.orbax_folder import restore_params
+from model.build import Kernels, choose_kernels, model_rules, model_shapes
 from model.config import ModelConfig
 from model.families.common import UnsupportedModel
 from model.families.registry import may_be_left_over, param_sources, read_config
 from model.transformer import Path as ParamPath
-from model.transformer import Transformer, abstract_model, param_axes, with_params
-from pallas_kernels.ragged_paged_attention.api import AttentionSpec, Backend, Choice, choose_backend
+from model.transformer import Transformer, param_axes, param_dtypes, with_params
 from serving.config import EngineConfig
 from serving.errors import ConfigError
 from serving.request import EngineInfo
@@ -32,7 +32,7 @@ from serving.runner.memory import bytes_per_device
 from serving.runner.runner import ModelRunner, RunnerConfig
 from serving.tokenizer.load import load_tokenizer
 from sharding.mesh import MeshError, make_mesh, parse_mesh
-from sharding.rules import AxisRules, axis_rules
+from sharding.rules import AxisRules
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class LoadedModel:
     hf_config: Mapping[str, Any]
     params: Mapping[ParamPath, jax.Array]
     dtype: jnp.dtype
-    backend: Backend
+    kernels: Kernels
 
     @property
     def num_parameters(self) -> int:
@@ -70,30 +70,25 @@ def _load(
     checkpoint: Checkpoint, config: ModelConfig, engine: EngineConfig, progress: bool
 ) -> LoadedModel:
     mesh = make_mesh(parse_mesh(engine.mesh))
-    rules = axis_rules(mesh, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads)
+    rules = model_rules(config, mesh)
     dtype = jnp.dtype(choose_dtype() if engine.dtype == "auto" else engine.dtype)
-    backend = _backend(config, engine, rules, dtype)
-    model = abstract_model(config, rules, backend.attend, dtype)
-    axes = param_axes(model)
+    kernels = _kernels(config, engine, rules, dtype)
+    model = model_shapes(config, rules, kernels, dtype)
+    axes, dtypes = param_axes(model), param_dtypes(model)
     shapes = {path: shape for path, (shape, _) in axes.items()}
     shardings = {path: rules.sharding(names, shape) for path, (shape, names) in axes.items()}
     if checkpoint.source is None:
-        params = restore_params(checkpoint.path, shapes, shardings, dtype)
+        params = restore_params(checkpoint.path, shapes, shardings, dtypes)
     else:
-        params = load_params(checkpoint.source, param_sources(config, shapes), shapes, shardings, dtype,
+        params = load_params(checkpoint.source, param_sources(config, shapes), shapes, shardings, dtypes,
                              ignore=may_be_left_over(config), progress=progress)
-    return LoadedModel(with_params(model, params), checkpoint.config, params, dtype, backend)
+    return LoadedModel(with_params(model, params), checkpoint.config, params, dtype, kernels)
 
 
-def _backend(config: ModelConfig, engine: EngineConfig, rules: AxisRules, dtype: jnp.dtype) -> Backend:
-    """The attention kernel, chosen once."""
-    shards = rules.mesh.shape["tensor"] if rules.rules["kv_heads"] else 1
-    spec = AttentionSpec(
-        num_heads=config.num_heads // shards, num_kv_heads=config.num_kv_heads // shards, head_dim=config.head_dim,
-        page_size=engine.block_size, dtype=dtype, kv_dtype=dtype,
-    )  # fmt: skip
+def _kernels(config: ModelConfig, engine: EngineConfig, rules: AxisRules, dtype: jnp.dtype) -> Kernels:
     try:
-        return choose_backend(engine.attention_backend, spec, rules.mesh.devices.flat[0])
+        return choose_kernels(config, rules, dtype, attention_backend=engine.attention_backend,
+                              page_size=engine.block_size)  # fmt: skip
     except ValueError as error:
         raise ConfigError(f"--attention-backend and --block-size: {error}") from error
 
@@ -123,7 +118,7 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[ModelRun
         runner_config = _runner_config(config, model, progress)
         tokenizer = load_tokenizer(config.tokenizer or str(checkpoint.path))
         loaded = _load(checkpoint, model, config, progress)
-    runner = ModelRunner(loaded.model, runner_config, loaded.backend)
+    runner = ModelRunner(loaded.model, runner_config, loaded.kernels)
     info = EngineInfo(
         max_model_len=runner.max_model_len,
         vocab_size=model.vocab_size,
@@ -133,7 +128,7 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[ModelRun
         page_size=runner.page_size,
         dtype=str(loaded.dtype),
         kv_cache_dtype=str(loaded.dtype),
-        attention_backend=loaded.backend.choice.name,
+        attention_backend=loaded.kernels.attention.choice.name,
         mesh=str(parse_mesh(config.mesh)),
         model_family=model.family,
         num_parameters=loaded.num_parameters,
@@ -169,11 +164,13 @@ def _runner_config(config: EngineConfig, model: ModelConfig, progress: bool) -> 
     )
 
 
-def _attention_line(choice: Choice) -> str:
-    line = f"Attention: {choice.name}"
-    if choice.simulated:
-        line += ", simulated on the CPU: exact and slow"
-    return line if choice.fallback is None else f"{line}, because of {choice.fallback}"
+def _kernel_lines(kernels: Kernels) -> Iterator[str]:
+    chosen = {"Attention": kernels.attention.choice, "Experts": kernels.experts}
+    for what, choice in chosen.items():
+        if choice is not None:
+            simulated = ", simulated on the CPU: exact and slow" if choice.simulated else ""
+            because = "" if choice.fallback is None else f", because of {choice.fallback}"
+            yield f"{what}: {choice.name}{simulated}{because}"
 
 
 def _report(runner: ModelRunner, loaded: LoadedModel, info: EngineInfo) -> None:
@@ -186,7 +183,7 @@ def _report(runner: ModelRunner, loaded: LoadedModel, info: EngineInfo) -> None:
         f"Model {model.family}: {info.num_parameters / 1e6:.1f}M parameters, {model.num_layers} layers, {info.dtype}, "
         f"{weights / 1e6:.0f} MB{on_each}",
         f"Mesh {info.mesh} on {jax.default_backend()} ({rules.mesh.size} of {jax.device_count()} devices)",
-        _attention_line(loaded.backend.choice),
+        *_kernel_lines(loaded.kernels),
         *(f"Replicated: {axis}: {why}" for axis, why in rules.replicated.items()),
         f"KV cache: {info.num_pages - 1} pages of {info.page_size} tokens = {tokens} tokens, "
         f"{runner.kv_bytes / 1e6:.0f} MB{on_each}, {tokens / info.max_model_len:.1f} sequences of "

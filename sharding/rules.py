@@ -19,6 +19,8 @@ DEFAULT_RULES: Mapping[str, str | None] = {
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
+    "experts": "tensor",
+    "expert_mlp": None,  # whole: an expert is on one device
     "embed": None,
     "head_dim": None,
     "layers": None,
@@ -26,6 +28,8 @@ DEFAULT_RULES: Mapping[str, str | None] = {
     "pages": None,
     "k_or_v": None,
     "page_tokens": None,
+    "page_rows": None,
+    "latent": None,
 }
 
 
@@ -67,6 +71,19 @@ class AxisRules:
 
     def sharding(self, axes: Axes, shape: Sequence[int]) -> NamedSharding:
         return NamedSharding(self.mesh, self.spec(axes, shape))
+
+    def shards(self, axis: str, size: int) -> int:
+        """Over how many devices a dimension of this size is divided."""
+        spec = self.spec((axis,), (size,))
+        return self.mesh.shape[spec[0]] if spec[0] else 1
+
+    def place(self, axis: str, size: int) -> jax.Array | int:
+        """Within `map_over_shards`: which of those devices this is."""
+        return jax.lax.axis_index(self.rules[axis]) if self.shards(axis, size) > 1 else 0
+
+    def sum_over(self, axis: str, size: int, x: jax.Array) -> jax.Array:
+        """Within `map_over_shards`: the sum over those devices."""
+        return jax.lax.psum(x, self.rules[axis]) if self.shards(axis, size) > 1 else x
 
     @property
     def whole(self) -> NamedSharding:

@@ -12,9 +12,9 @@ _NEUTRAL = frozenset(
     """
     _name_or_path architectures attention_dropout auto_map bos_token_id cache_implementation chunk_size_feed_forward
     dtype embd_pdrop eos_token_id id2label initializer_range is_encoder_decoder is_llama_config label2id model_type
-    output_attentions output_hidden_states pad_token_id pretraining_tp problem_type resid_pdrop return_dict
-    rope_interleaved tokenizer_class torch_dtype transformers.js_config transformers_version unsloth_fixed
-    unsloth_version use_cache
+    output_attentions output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type resid_pdrop
+    return_dict rope_interleaved router_aux_loss_coef router_jitter_noise tokenizer_class torch_dtype
+    transformers.js_config transformers_version unsloth_fixed unsloth_version use_cache
     """.split()
 )
 

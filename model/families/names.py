@@ -2,14 +2,27 @@
 `model.layers.<number>.`, mostly Llama's."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from checkpoints.tensors import ParamSource, Rows
+from checkpoints.tensors import ParamSource, Part, Rows
 from model.config import ModelConfig
 
 Path = tuple[str, ...]
 
-# A tensor's name, or its name and the rows that are the parameter's where several are stored as one.
-Names = Mapping[Path, str | tuple[str, Rows]]
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """Where a parameter lies, if it is not a tensor of its own. rows, part: see `ParamSource`. turned: matrices are
+    stored as [out, in], as Hugging Face mostly does."""
+
+    name: str
+    rows: Rows | None = None
+    part: Part | None = None
+    turned: bool = True
+
+
+# A tensor's name. "{expert}" in it stands for each expert's number: the parameter has an axis of experts before others.
+Names = Mapping[Path, str | Stored]
 
 HEAD = "lm_head.weight"
 _OUTSIDE: Mapping[Path, str] = {
@@ -26,12 +39,18 @@ LLAMA: Names = {
     ("mlp_norm", "scale"): "post_attention_layernorm.weight",
 }
 
+# Of Qwen's mixtures of experts, and most others.
+EXPERTS: Names = {
+    ("mlp", "router"): "mlp.gate.weight",
+    **{("mlp", "experts", x): f"mlp.experts.{{expert}}.{x}_proj.weight" for x in ("gate", "up", "down")},
+}
+
 
 def fused(name: str, parts: Mapping[Path, int]) -> Names:
     """One tensor that holds several parameters, one below the other, each with this many rows."""
     total, start, found = sum(parts.values()), 0, {}
     for path, rows in parts.items():
-        found[path] = (name, Rows(start=start, stop=start + rows, total=total))
+        found[path] = Stored(name=name, rows=Rows(start=start, stop=start + rows, total=total))
         start += rows
     return found
 
@@ -53,16 +72,23 @@ def sources(config: ModelConfig, names: Names, paths: Iterable[Path], prefix: st
 def _source(config: ModelConfig, names: Names, path: Path, prefix: str) -> ParamSource:
     match path:
         case ("stacks", stack, "layers", place, *of_layer):
-            layers = config.stacks[int(stack)].layers_at(int(place))
+            spec = config.stacks[int(stack)]
+            layers, moe = spec.layers_at(int(place)), spec.pattern[int(place)].moe
         case _ if path in _OUTSIDE:
             return ParamSource(names=(prefix + _OUTSIDE[path],), stacked=False)
         case _:
             raise KeyError(f"no tensor is known for the parameter {'.'.join(path)}")
     entry = names[tuple(of_layer)]
-    name, rows = (entry, None) if isinstance(entry, str) else entry
+    stored = Stored(name=entry) if isinstance(entry, str) else entry
+    experts = moe.routing.num_experts if moe is not None and "{expert}" in stored.name else None
     return ParamSource(
-        names=tuple(f"{prefix}model.layers.{layer}.{name}" for layer in layers),
+        names=tuple(
+            f"{prefix}model.layers.{layer}.{stored.name.format(expert=expert)}"
+            for layer in layers for expert in range(experts or 1)
+        ),
         stacked=True,
-        transpose=not path[-1].endswith(("bias", "scale")),  # Hugging Face stores matrices as [out, in]
-        rows=rows,
-    )
+        experts=experts,
+        transpose=stored.turned and not path[-1].endswith(("bias", "scale")),
+        rows=stored.rows,
+        part=stored.part,
+    )  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Any
 
 from checkpoints.tensors import ParamSource
 from model.config import ModelConfig
-from model.families import gemma, glm, granite, llama, mistral, olmo, phi, qwen
+from model.families import gemma, glm, granite, llama, mistral, mixtral, olmo, phi, qwen
 from model.families.common import ConfigReader, UnsupportedModel
 from model.families.names import HEAD, LLAMA, Names, Path, sources
 
@@ -24,8 +24,11 @@ class Family:
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(llama.read_config),
     "mistral": Family(mistral.read_config),
+    "mixtral": Family(mixtral.read_config, mixtral.names),
     "qwen2": Family(qwen.read_qwen2),
+    "qwen2_moe": Family(qwen.read_qwen2_moe, qwen.names),
     "qwen3": Family(qwen.read_qwen3),
+    "qwen3_moe": Family(qwen.read_qwen3_moe, qwen.names),
     "gemma2": Family(gemma.read_gemma2, gemma.names),
     "gemma3_text": Family(gemma.read_gemma3, gemma.names),
     "gemma3": Family(gemma.read_multimodal, gemma.names, "language_model.", gemma.VISION),

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from model.build import Kernels
 from model.sampling import BANNED, SamplingState, TokenLogprobs
 from model.transformer import Transformer
-from pallas_kernels.ragged_paged_attention.api import Backend
 from serving.config import MAX_LOGPROBS
 from serving.engine.plan import SlotUpdate, StepPlan, StepResult
 from serving.errors import ConfigError
@@ -55,11 +55,11 @@ class _InFlight:
 class ModelRunner:
     """See `serving.engine.plan.Runner`, which this implements."""
 
-    def __init__(self, model: Transformer, config: RunnerConfig, backend: Backend):
+    def __init__(self, model: Transformer, config: RunnerConfig, kernels: Kernels):
         self._model_structure, params = nnx.split(model)
         self._params, self._params_tree = jax.tree.flatten(params)
         self._config, self._model_config, self._rules = config, model.config, model.rules
-        self._backend = backend
+        self._kernels = kernels
         self.max_num_seqs, self.max_num_batched_tokens = config.max_num_seqs, config.max_num_batched_tokens
         self.max_model_len, self.page_size = config.max_model_len, config.page_size
         self.vocab_size = model.config.vocab_size
@@ -97,8 +97,9 @@ class ModelRunner:
 
     def _state_shapes(self, num_pages: int) -> DeviceState:
         """Shapes with their shardings."""
-        layout = self._backend.layout(self._model_config.num_layers, num_pages, self._model_config.num_kv_heads)
-        return with_shardings(self._rules, state_shapes(layout, self.max_num_seqs, self.vocab_size))
+        layout = self._kernels.kv_layout(self._model_config, num_pages)
+        shapes = state_shapes(layout, self.max_num_seqs, self.vocab_size)
+        return with_shardings(self._rules, shapes, layout.axes)
 
     def _fit_pages(self) -> int:
         """Compiles the largest step with a tiny pool: its temporaries do not depend on the pool's size."""

@@ -40,7 +40,7 @@ def state_shapes(layout: KVLayout, max_num_seqs: int, vocab_size: int) -> Device
     return jax.eval_shape(make)
 
 
-def with_shardings(rules: AxisRules, shapes: DeviceState) -> DeviceState:
+def with_shardings(rules: AxisRules, shapes: DeviceState, kv_axes: Axes = KVLayout.axes) -> DeviceState:
     """The same shapes, each with the sharding that its logical axes ask for."""
 
     def shard(shape: Any, axes: Axes) -> Any:
@@ -48,7 +48,7 @@ def with_shardings(rules: AxisRules, shapes: DeviceState) -> DeviceState:
 
     kv_pages, last_token, sampling = shapes
     return DeviceState(
-        shard(kv_pages, KVLayout.axes),
+        shard(kv_pages, kv_axes),
         shard(last_token, ("slots",)),
         SamplingState(*(shard(one, ("slots", "vocab")) for one in sampling)),
     )

@@ -45,6 +45,12 @@ GEMMA = dict(hidden_size=32, intermediate_size=32, num_key_value_heads=2, head_d
 YARN_ROPE = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16,
                  beta_fast=4.0, beta_slow=0.5)
 
+# One dense layer, then two with experts.
+DEEPSEEK = dict(hidden_size=32, num_attention_heads=8, intermediate_size=24, moe_intermediate_size=8,
+                first_k_dense_replace=1, n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=3,
+                kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=12, rms_norm_eps=1e-6,
+                max_position_embeddings=64, tie_word_embeddings=False)
+
 
 def longrope(pairs: int) -> dict:
     """Divisors that grow from pair to pair; the long ones are far from the short ones."""
@@ -120,12 +126,44 @@ FAMILIES = {
                             num_hidden_layers=8, tie_word_embeddings=False, pad_token_id=0, sliding_window=8,
                             max_position_embeddings=64, rope_parameters=dict(
                                 full_attention=YARN_ROPE, sliding_attention=default_rope(10000.0))), (7, 65)),
+    "mixtral": ("Mixtral", dict(hidden_size=32, num_key_value_heads=2, intermediate_size=16, rms_norm_eps=1e-5,
+                                num_local_experts=8, num_experts_per_tok=2, tie_word_embeddings=False,
+                                rope_parameters=default_rope(1000000.0)), LENGTHS),
+    # The first layer is dense.
+    "qwen3-moe": ("Qwen3Moe", dict(hidden_size=32, num_key_value_heads=2, head_dim=16, intermediate_size=40,
+                                   moe_intermediate_size=16, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True,
+                                   decoder_sparse_step=1, mlp_only_layers=[0], rms_norm_eps=1e-6,
+                                   tie_word_embeddings=False, rope_parameters=default_rope(1000000.0)), LENGTHS),
+    # Every other layer is dense; six experts are not divided by eight devices.
+    "qwen2-moe": ("Qwen2Moe", dict(hidden_size=32, num_key_value_heads=2, num_hidden_layers=4, intermediate_size=24,
+                                   moe_intermediate_size=16, shared_expert_intermediate_size=24, num_experts=6,
+                                   num_experts_per_tok=2, norm_topk_prob=False, decoder_sparse_step=2,
+                                   rms_norm_eps=1e-6, tie_word_embeddings=False,
+                                   rope_parameters=default_rope(1000000.0)), LENGTHS),
+    # Two periods of a layer with a window and one without; the limit cuts many of the gated values.
+    "gpt-oss": ("GptOss", dict(hidden_size=32, num_key_value_heads=2, head_dim=8, num_hidden_layers=4,
+                               intermediate_size=12, num_local_experts=8, num_experts_per_tok=2, sliding_window=8,
+                               swiglu_limit=1.5, rms_norm_eps=1e-5, tie_word_embeddings=False, attention_bias=True,
+                               max_position_embeddings=64, pad_token_id=0,
+                               rope_parameters=YARN_ROPE | dict(truncate=False)), (7, 65)),
+    "deepseek-v2": ("DeepseekV2", DEEPSEEK | dict(q_lora_rank=24, topk_method="group_limited_greedy", n_group=4,
+                                                  topk_group=2, routed_scaling_factor=4.0,
+                                                  rope_parameters=YARN_ROPE | dict(mscale=1.3, mscale_all_dim=0.7)),
+                    (7, 65)),
+    "deepseek-v2-lite": ("DeepseekV2", DEEPSEEK | dict(q_lora_rank=None, topk_method="greedy", n_group=1, topk_group=1,
+                                                       routed_scaling_factor=1.0, num_attention_heads=4,
+                                                       rope_parameters=default_rope(10000.0)), LENGTHS),
+    "deepseek-v3": ("DeepseekV3", DEEPSEEK | dict(q_lora_rank=24, n_group=4, topk_group=2, routed_scaling_factor=2.5,
+                                                  norm_topk_prob=True, num_mtp_layers=0, num_key_value_heads=8,
+                                                  rope_parameters=YARN_ROPE | dict(mscale=1.0, mscale_all_dim=1.0)),
+                    (7, 65)),
 }
 
 
 # Prompts whose greedy continuation a golden also holds, of the families that came after the engine's own golden.
 GREEDY = dict.fromkeys(("gemma2", "gemma3", "phi3-window", "glm", "glm4", "olmo2", "olmo3", "granite",
-                        "qwen3-yarn-rope"),
+                        "qwen3-yarn-rope", "mixtral", "qwen3-moe", "qwen2-moe", "gpt-oss", "deepseek-v2",
+                        "deepseek-v2-lite", "deepseek-v3"),
                        (5, 20, 40)) | {"phi3-longrope": (34, 40, 60)}  # fmt: skip
 NEW_TOKENS = 16
 
@@ -135,7 +173,8 @@ NEW_TOKENS = 16
 OLD_STYLE_CONFIG = {"llama3-rope": "rope_type", "llama-linear-rope": "type", "qwen2-mixed-window": "rope_type",
                     "llama-dynamic-rope": "type", "qwen3-yarn-rope": "type", "gemma2": "rope_type",
                     "gemma3": "rope_type", "phi3-longrope": "type", "glm4": "rope_type", "olmo2": "rope_type",
-                    "granite": "rope_type"}  # fmt: skip
+                    "granite": "rope_type", "mixtral": "rope_type", "qwen2-moe": "rope_type",
+                    "deepseek-v2": "type", "deepseek-v3": "type"}  # fmt: skip
 
 
 def rewrite_in_old_style(path: Path) -> None:
@@ -170,6 +209,9 @@ def randomize(model: torch.nn.Module, generator: torch.Generator) -> None:
             parameter.data = 0.5 * noise
         else:
             parameter.data = noise * (2.0 / parameter.shape[-1] ** 0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # of DeepSeek-V3's router
+            buffer.data = 0.3 * torch.randn(buffer.shape, generator=generator)
 
 
 def make(index: int, name: str) -> None:
@@ -273,6 +315,16 @@ EFFECTS = {
     "granite attention": dict(attention_multiplier=10**-0.5),
     "granite residual": dict(residual_multiplier=1.0),
     "granite logits": dict(logits_scaling=1.0),
+    "qwen3-moe weights": dict(norm_topk_prob=False),
+    "qwen2-moe weights": dict(norm_topk_prob=True),
+    "gpt-oss window": dict(layer_types=["full_attention"] * 4),
+    "gpt-oss limit": dict(swiglu_limit=7.0),
+    "deepseek-v2 groups": dict(topk_method="greedy"),
+    "deepseek-v2 scale": dict(routed_scaling_factor=1.0),
+    "deepseek-v2 yarn": dict(rope_parameters=YARN_ROPE | dict(mscale=1.3, mscale_all_dim=1.3)),
+    "deepseek-v3 groups": dict(topk_group=4),
+    "deepseek-v3 rope": dict(rope_interleave=False),
+    "deepseek-v3 scale": dict(routed_scaling_factor=1.0),
 }
 
 

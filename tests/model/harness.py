@@ -1,7 +1,9 @@
 """Runs a model directly, without an engine: dense page tables, one call a step."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,32 +13,44 @@ from flax import nnx
 from checkpoints.load import load_params
 from checkpoints.open import open_checkpoint
 from model.batch import StepBatch
+from model.build import choose_kernels, model_rules, model_shapes
 from model.config import ModelConfig
 from model.families.registry import may_be_left_over, param_sources, read_config
-from model.transformer import Transformer, abstract_model, param_axes, with_params
-from pallas_kernels.ragged_paged_attention.api import KVLayout
-from pallas_kernels.ragged_paged_attention.xla import ragged_paged_attention
+from model.transformer import Transformer, param_axes, param_dtypes, with_params
 from sharding.mesh import make_mesh, parse_mesh
-from sharding.rules import axis_rules
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+
+
+def config_json(name: str) -> dict[str, Any]:
+    """Of a golden."""
+    return json.loads((GOLDENS / name / "config.json").read_text())
+
+
+def shapes_of(config: ModelConfig, mesh: str = "1x1", dtype=jnp.float32) -> Transformer:
+    """The model without arrays."""
+    rules, dtype = model_rules(config, make_mesh(parse_mesh(mesh))), jnp.dtype(dtype)
+    return model_shapes(config, rules, choose_kernels(config, rules, dtype, attention_backend="xla", page_size=8),
+                        dtype)  # fmt: skip
 
 
 def load(path: Path, mesh: str = "1x1", dtype=jnp.float32, context: int | None = None) -> Transformer:
     checkpoint = open_checkpoint(path)
     config = read_config(checkpoint.config, context)
-    rules = axis_rules(make_mesh(parse_mesh(mesh)), num_heads=config.num_heads, num_kv_heads=config.num_kv_heads)
-    model = abstract_model(config, rules, ragged_paged_attention, dtype)
+    model = shapes_of(config, mesh, dtype)
     axes = param_axes(model)
     shapes = {path: shape for path, (shape, _) in axes.items()}
-    shardings = {path: rules.sharding(names, shape) for path, (shape, names) in axes.items()}
+    shardings = {path: model.rules.sharding(names, shape) for path, (shape, names) in axes.items()}
     assert checkpoint.source is not None
-    params = load_params(checkpoint.source, param_sources(config, shapes), shapes, shardings, dtype,
+    params = load_params(checkpoint.source, param_sources(config, shapes), shapes, shardings, param_dtypes(model),
                          ignore=may_be_left_over(config))
     return with_params(model, params)
 
 
 def kv_pages(config: ModelConfig, num_pages: int = 64, page_size: int = 8, dtype=jnp.float32) -> jax.Array:
-    layout = KVLayout(num_layers=config.num_layers, num_pages=num_pages, page_size=page_size,
-                      num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=dtype)
+    rules = model_rules(config, make_mesh(parse_mesh("1x1")))
+    kernels = choose_kernels(config, rules, jnp.dtype(dtype), attention_backend="xla", page_size=page_size)
+    layout = kernels.kv_layout(config, num_pages)
     return jnp.zeros(layout.shape, dtype)
 
 

@@ -1,0 +1,50 @@
+"""What a model needs before it can be made: the rules of its mesh and its kernels, chosen once."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from model.config import ModelConfig
+from model.transformer import Transformer, abstract_model
+from pallas_kernels.grouped_matmul import api as grouped_matmul
+from pallas_kernels.ragged_paged_attention import api as attention
+from pallas_kernels.ragged_paged_attention.api import KVLayout
+from sharding.rules import AxisRules, axis_rules
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """experts: None where no layer has any."""
+
+    attention: attention.Backend
+    experts: grouped_matmul.Backend | None
+
+    def kv_layout(self, config: ModelConfig, num_pages: int) -> KVLayout:
+        return self.attention.layout(config.num_layers, num_pages, config.num_kv_heads)
+
+
+def model_rules(config: ModelConfig, mesh: jax.sharding.Mesh) -> AxisRules:
+    return axis_rules(mesh, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads)
+
+
+def choose_kernels(config: ModelConfig, rules: AxisRules, dtype: jnp.dtype, *, attention_backend: str,
+                   page_size: int) -> Kernels:  # fmt: skip
+    """For the devices of the mesh. Raises ValueError with what is missing."""
+    device = rules.mesh.devices.flat[0]
+    shards = rules.shards("kv_heads", config.num_kv_heads)
+    spec = attention.AttentionSpec(
+        num_heads=config.num_heads // shards, num_kv_heads=config.num_kv_heads // shards, head_dim=config.head_dim,
+        page_size=page_size, dtype=dtype, kv_dtype=dtype,
+    )  # fmt: skip
+    experts = None
+    if (count := config.num_experts) is not None:
+        held = grouped_matmul.ExpertsSpec(num_experts=count // rules.shards("experts", count), dtype=dtype,
+                                          weight_dtype=dtype)  # fmt: skip
+        experts = grouped_matmul.choose_backend("auto", held, device)
+    return Kernels(attention=attention.choose_backend(attention_backend, spec, device), experts=experts)
+
+
+def model_shapes(config: ModelConfig, rules: AxisRules, kernels: Kernels, dtype: jnp.dtype) -> Transformer:
+    """The model with shapes instead of arrays."""
+    return abstract_model(config, rules, kernels.attention.attend, dtype, kernels.experts)

@@ -1,0 +1,51 @@
+"""A decoder layer.
+
+Axis letters: T tokens, D model dim.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from model.batch import StepBatch
+from model.config import LayerSpec, ModelConfig
+from model.layers import MLP, Angles, Attention, RMSNorm, normed
+from model.moe import MoE
+from pallas_kernels.grouped_matmul.api import Backend
+from pallas_kernels.ragged_paged_attention.api import AttentionFn
+from sharding.rules import AxisRules
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and an MLP or a mixture of experts, each with a residual and norms before it, after it or both."""
+
+    def __init__(self, config: ModelConfig, spec: LayerSpec, rules: AxisRules, attention: AttentionFn,
+                 experts: Backend | None, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        self.rules, self.residual_scale = rules, config.residual_scale
+
+        def norm(place: Literal["input", "output"]) -> RMSNorm | None:
+            if config.norms not in (place, "both"):
+                return None
+            return RMSNorm((config.hidden_size,), ("embed",), config, rngs=rngs, dtype=dtype)
+
+        self.attention_norm, self.attention_out_norm = norm("input"), norm("output")
+        self.mlp_norm, self.mlp_out_norm = norm("input"), norm("output")
+        self.attention = Attention(config, spec, rules, attention, rngs=rngs, dtype=dtype)
+        if spec.moe is None:
+            self.mlp = MLP(config, config.intermediate_size, rngs=rngs, dtype=dtype)
+        else:
+            assert experts is not None, "a layer with experts needs their matmuls"
+            self.mlp = MoE(config, spec.moe, rules, experts, rngs=rngs, dtype=dtype)
+
+    def __call__(self, x: Float[Array, "T D"], angles: Angles, kv_pages: jax.Array, layer: jax.Array,
+                 batch: StepBatch) -> tuple[Float[Array, "T D"], jax.Array]:
+        out, kv_pages = self.attention(normed(self.attention_norm, x), angles, kv_pages, layer, batch)
+        x = self._add(x, normed(self.attention_out_norm, out))
+        out = self.mlp(normed(self.mlp_norm, x))
+        return self._add(x, normed(self.mlp_out_norm, out)), kv_pages
+
+    def _add(self, x: jax.Array, out: jax.Array) -> jax.Array:
+        return self.rules.constrain(x + out * self.residual_scale, ("tokens", "embed"))
