@@ -17,5 +17,8 @@ class AttentionSpec:
     kv_dtype: jnp.dtype
 
     def __post_init__(self):
+        for field in ("num_heads", "num_kv_heads", "head_dim", "page_size"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")

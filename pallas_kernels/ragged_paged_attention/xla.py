@@ -24,7 +24,7 @@ from jax import lax
 
 from pallas_kernels.ragged_paged_attention.layout import KVLayout, KVPages
 from pallas_kernels.ragged_paged_attention.spec import AttentionSpec
-from quant.kv import QuantizedPages, quantize_rows
+from quant.kv import LARGEST, QuantizedPages, quantize_rows
 
 
 class _Tile(NamedTuple):
@@ -41,6 +41,7 @@ _SHORT = _Tile(1, 32, 64)
 _LONG = _Tile(1, 128, 256)
 _LONG_ROW = 128  # new tokens
 
+_FLOATS = ("float32", "bfloat16", "float16")
 _MASKED = -1e30  # the score of what may not be seen; finite, so that differences are never NaN
 _LOWEST = -1e29  # no maximum is lower: exp(MASKED - LOWEST) is 0, also where nothing is seen
 
@@ -163,7 +164,12 @@ def _finish(part: _Partial, *, sinks, shape, dtype) -> jax.Array:
 
 
 def unsupported(spec: AttentionSpec, device_kind: str | None) -> str | None:
-    """What keeps this backend from serving `spec`: nothing."""
+    """What keeps this backend from serving `spec`: number formats only."""
+    dtype, kv_dtype = jnp.dtype(spec.dtype).name, jnp.dtype(spec.kv_dtype).name
+    if dtype not in _FLOATS:
+        return f"{dtype} queries: it takes {', '.join(_FLOATS)}"
+    if kv_dtype not in (*_FLOATS, *LARGEST):
+        return f"{kv_dtype} pages: it takes {', '.join((*_FLOATS, *LARGEST))}"
     return None
 
 

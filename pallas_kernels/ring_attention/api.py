@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.devices import device_of_kind
 from pallas_kernels.ragged_paged_attention.layout import KVPages
 from pallas_kernels.ragged_paged_attention.spec import AttentionSpec
+from pallas_kernels.ragged_paged_attention.xla import unsupported as unsupported_numbers
 from pallas_kernels.ring_attention import mosaic_tpu, xla
 from pallas_kernels.ring_attention.config import Problem, RingConfig, choose_config, xla_config
 from pallas_kernels.ring_attention.decode import context_decode_attention, write_decode_positions
@@ -107,6 +108,8 @@ def choose_backend(name: str, spec: AttentionSpec, device: Any, *, local: LocalA
         if name == "mosaic_tpu" and (missing := mosaic_tpu.unsupported(spec, device.device_kind)) is not None:
             name, fallback = "xla", f"mosaic_tpu: {missing}"
     if name == "xla":
+        if (missing := unsupported_numbers(spec, None)) is not None:
+            raise ValueError(f"ring attention backend {name!r}: {missing}")
         attend: Any = partial(xla.ring_attention, local=local)
         return Backend(name=name, spec=spec, attend=attend, simulated=False, fallback=fallback,
                        device_kind=device.device_kind)  # fmt: skip

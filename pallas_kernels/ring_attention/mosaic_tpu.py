@@ -471,7 +471,12 @@ def unsupported(spec: AttentionSpec, kind: str | None) -> str | None:
         return None
     sublanes = 32 // jnp.dtype(spec.kv_dtype).itemsize
     if spec.page_size % sublanes:
-        return f"page_size={spec.page_size} is not a multiple of {sublanes}, the rows of a tile of {spec.kv_dtype}"
+        return (f"page_size={spec.page_size} is not a multiple of {sublanes}, the rows of a tile of "
+                f"{jnp.dtype(spec.kv_dtype).name}")  # fmt: skip
+    try:
+        device_of_kind(kind)
+    except KeyError as error:
+        return str(error.args[0])
     return None
 
 

@@ -224,6 +224,8 @@ def test_what_is_missing_is_said(change, message):
     assert "Hopper" in str(mosaic_gpu.unsupported(SPEC, "NVIDIA B200"))
     float32 = jnp.dtype("float32")
     assert mosaic_gpu.unsupported(replace(SPEC, dtype=float32, kv_dtype=float32), None) is None
+    for head_dim in (80, 96):  # no whole number of the columns that are stored at a time
+        assert "head_dim" in str(mosaic_gpu.unsupported(replace(SPEC, head_dim=head_dim), None))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

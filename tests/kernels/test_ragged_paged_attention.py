@@ -148,3 +148,17 @@ def test_the_backend_is_chosen_once_and_says_what_it_cannot_do():
         choose_backend("cuda", AttentionSpec(**SPEC), cpu)
     with pytest.raises(ValueError, match="num_heads=3 must be a multiple of num_kv_heads=2"):
         AttentionSpec(**{**SPEC, "num_heads": 3})
+    for field in ("num_heads", "num_kv_heads", "head_dim", "page_size"):
+        with pytest.raises(ValueError, match=f"{field}=0 must be at least 1"):
+            AttentionSpec(**{**SPEC, field: 0})
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"kv_dtype": jnp.dtype("uint8")}, "uint8 pages: it takes float32, bfloat16, float16, int8, float8_e4m3fn"),
+    ({"kv_dtype": jnp.dtype("float8_e5m2")}, "float8_e5m2 pages"),
+    ({"dtype": jnp.dtype("float64")}, "float64 queries: it takes float32, bfloat16, float16"),
+    ({"dtype": jnp.dtype("int8")}, "int8 queries"),
+])  # fmt: skip
+def test_numbers_that_xla_would_round_or_cannot_multiply_are_refused(change, message):
+    with pytest.raises(ValueError, match=f"attention backend 'xla': {message}"):
+        choose_backend("xla", AttentionSpec(**{**SPEC, **change}), jax.devices("cpu")[0])

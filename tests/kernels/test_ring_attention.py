@@ -561,3 +561,7 @@ def test_backends_are_chosen_or_refused():
     chosen = api.choose_backend("auto", replace(spec, page_size=4), tpu)
     assert chosen.name == "xla" and "page_size=4 is not a multiple of 8" in str(chosen.fallback)
     assert api.choose_backend("auto", spec, tpu).name == "mosaic_tpu"
+    unknown = api.choose_backend("auto", spec, SimpleNamespace(platform="tpu", device_kind="TPU v99"))
+    assert unknown.name == "xla" and "no numbers for the device kind 'TPU v99'" in str(unknown.fallback)
+    with pytest.raises(ValueError, match="ring attention backend 'xla': uint8 pages"):
+        api.choose_backend("xla", replace(spec, kv_dtype=jnp.dtype("uint8")), cpu)

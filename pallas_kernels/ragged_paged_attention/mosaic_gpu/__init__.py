@@ -28,13 +28,14 @@ if TYPE_CHECKING:  # imported where it is used: jax before 0.12 lacks what it ne
 _SMS = DEVICES["h200"].cores  # blocks of the persistent grid; on a GPU with fewer the rest run after the first
 _HOPPER = ("H100", "H200", "H800", "H20")
 _PAGES, _HEADS = (16, 32, 64, 128, 256), (64, 128, 256)
+_SIMULATED_PAGES, _SIMULATED_HEADS = (8, *_PAGES), (16, 32, 48, 64, 128, 192, 256)  # whole columns of kernel.finish
 
 
 def unsupported(spec: AttentionSpec, device_kind: str | None) -> str | None:
     """What keeps this backend from serving `spec`, if anything; device_kind None: interpret mode on a CPU."""
     if spec.num_heads // spec.num_kv_heads > 16:
         return f"{spec.num_heads // spec.num_kv_heads} query heads a kv head, 16 are the most"
-    pages, heads = ((8, 16, 32, 64, 128, 256), range(16, 257, 16)) if device_kind is None else (_PAGES, _HEADS)
+    pages, heads = (_SIMULATED_PAGES, _SIMULATED_HEADS) if device_kind is None else (_PAGES, _HEADS)
     if spec.page_size not in pages:
         return f"page_size={spec.page_size}, {', '.join(map(str, pages))} are possible"
     if spec.head_dim not in heads:
