@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from model.config import ModelConfig
 from model.transformer import Transformer, abstract_model
 from pallas_kernels.grouped_matmul import api as grouped_matmul
+from pallas_kernels.latent_attention import api as latent_attention
+from pallas_kernels.latent_attention.api import LatentLayout
 from pallas_kernels.ragged_paged_attention import api as attention
 from pallas_kernels.ragged_paged_attention.api import KVLayout
 from sharding.rules import AxisRules, axis_rules
@@ -17,15 +19,21 @@ from sharding.rules import AxisRules, axis_rules
 class Kernels:
     """experts: None where no layer has any."""
 
-    attention: attention.Backend
+    attention: attention.Backend | latent_attention.LatentBackend
     experts: grouped_matmul.Backend | None
 
-    def kv_layout(self, config: ModelConfig, num_pages: int) -> KVLayout:
+    def kv_layout(self, config: ModelConfig, num_pages: int) -> KVLayout | LatentLayout:
+        """Of what this kind of attention keeps of each token."""
+        if isinstance(self.attention, latent_attention.LatentBackend):
+            return self.attention.layout(config.num_layers, num_pages)
         return self.attention.layout(config.num_layers, num_pages, config.num_kv_heads)
 
 
 def model_rules(config: ModelConfig, mesh: jax.sharding.Mesh) -> AxisRules:
-    return axis_rules(mesh, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads)
+    rules = axis_rules(mesh, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads)
+    if config.latent is not None and (tensor := mesh.shape["tensor"]) > 1:
+        rules.replicated["latent KV pages"] = f"all heads attend to one row a token: each of tensor={tensor} holds it"
+    return rules
 
 
 def choose_kernels(config: ModelConfig, rules: AxisRules, dtype: jnp.dtype, *, attention_backend: str,
@@ -33,16 +41,25 @@ def choose_kernels(config: ModelConfig, rules: AxisRules, dtype: jnp.dtype, *, a
     """For the devices of the mesh. Raises ValueError with what is missing."""
     device = rules.mesh.devices.flat[0]
     shards = rules.shards("kv_heads", config.num_kv_heads)
-    spec = attention.AttentionSpec(
-        num_heads=config.num_heads // shards, num_kv_heads=config.num_kv_heads // shards, head_dim=config.head_dim,
-        page_size=page_size, dtype=dtype, kv_dtype=dtype,
-    )  # fmt: skip
+    heads = config.num_heads // shards
+    if config.latent is not None:
+        spec = latent_attention.LatentSpec(
+            num_heads=heads, latent_dim=config.latent.latent_dim, rope_dim=config.latent.rope_dim, page_size=page_size,
+            dtype=dtype, kv_dtype=dtype,
+        )  # fmt: skip
+        chosen = latent_attention.choose_backend(attention_backend, spec, device)
+    else:
+        spec = attention.AttentionSpec(
+            num_heads=heads, num_kv_heads=config.num_kv_heads // shards, head_dim=config.head_dim, page_size=page_size,
+            dtype=dtype, kv_dtype=dtype,
+        )  # fmt: skip
+        chosen = attention.choose_backend(attention_backend, spec, device)
     experts = None
     if (count := config.num_experts) is not None:
         held = grouped_matmul.ExpertsSpec(num_experts=count // rules.shards("experts", count), dtype=dtype,
                                           weight_dtype=dtype)  # fmt: skip
         experts = grouped_matmul.choose_backend("auto", held, device)
-    return Kernels(attention=attention.choose_backend(attention_backend, spec, device), experts=experts)
+    return Kernels(attention=chosen, experts=experts)
 
 
 def model_shapes(config: ModelConfig, rules: AxisRules, kernels: Kernels, dtype: jnp.dtype) -> Transformer:

@@ -72,6 +72,23 @@ class MoESpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Latent attention (MLA): keys and values of all heads come from one row a token, which is what is cached."""
+
+    latent_dim: int  # R
+    rope_dim: int  # rotated numbers, shared by all heads
+    nope_dim: int  # of a head, not rotated
+    value_dim: int  # of a head
+    query_rank: int | None  # queries pass through this many numbers; None: they do not
+
+    def __post_init__(self) -> None:
+        for name in ("latent_dim", "rope_dim", "nope_dim", "value_dim", "query_rank"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerSpec:
     """What may differ from layer to layer."""
 
@@ -122,6 +139,7 @@ class ModelConfig:
     norm_offset: float = 0.0  # a norm multiplies by offset + scale
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what attention and MLP add
+    latent: LatentConfig | None = None  # None: every kv head has keys and values of its own
     attention_scale: float
     sinks: Literal["learned"] | None = None  # a logit of each head that takes attention and gives nothing (gpt-oss)
     attention_soft_cap: float | None = None  # scores are cap * tanh(score / cap)

@@ -3,7 +3,7 @@
 Axis letters: T tokens, D model dim.
 """
 
-from typing import Literal
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +12,21 @@ from jaxtyping import Array, Float
 
 from model.batch import StepBatch
 from model.config import LayerSpec, ModelConfig
+from model.latent import LatentAttention
 from model.layers import MLP, Angles, Attention, RMSNorm, normed
 from model.moe import MoE
 from pallas_kernels.grouped_matmul.api import Backend
+from pallas_kernels.latent_attention.api import LatentAttentionFn
 from pallas_kernels.ragged_paged_attention.api import AttentionFn
 from sharding.rules import AxisRules
+
+AnyAttentionFn: TypeAlias = AttentionFn | LatentAttentionFn  # whichever the model's kind of attention is
 
 
 class DecoderLayer(nnx.Module):
     """Attention and an MLP or a mixture of experts, each with a residual and norms before it, after it or both."""
 
-    def __init__(self, config: ModelConfig, spec: LayerSpec, rules: AxisRules, attention: AttentionFn,
+    def __init__(self, config: ModelConfig, spec: LayerSpec, rules: AxisRules, attention: AnyAttentionFn,
                  experts: Backend | None, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         self.rules, self.residual_scale = rules, config.residual_scale
 
@@ -33,7 +37,8 @@ class DecoderLayer(nnx.Module):
 
         self.attention_norm, self.attention_out_norm = norm("input"), norm("output")
         self.mlp_norm, self.mlp_out_norm = norm("input"), norm("output")
-        self.attention = Attention(config, spec, rules, attention, rngs=rngs, dtype=dtype)
+        kind: Any = Attention if config.latent is None else LatentAttention
+        self.attention = kind(config, spec, rules, attention, rngs=rngs, dtype=dtype)
         if spec.moe is None:
             self.mlp = MLP(config, config.intermediate_size, rngs=rngs, dtype=dtype)
         else:

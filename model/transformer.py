@@ -17,11 +17,10 @@ from jaxtyping import Array, Float, Int
 
 from model.batch import StepBatch
 from model.config import LayerSpec, ModelConfig, StackSpec
-from model.decoder import DecoderLayer
+from model.decoder import AnyAttentionFn, DecoderLayer
 from model.layers import Angles, RMSNorm, param
 from model.rope import rope_angles
 from pallas_kernels.grouped_matmul.api import Backend
-from pallas_kernels.ragged_paged_attention.api import AttentionFn
 from sharding.rules import Axes, AxisRules
 
 Path = tuple[str, ...]
@@ -30,7 +29,7 @@ Path = tuple[str, ...]
 class LayerStack(nnx.Module):
     """A repeated pattern of layers; those at one place of the pattern have stacked parameters."""
 
-    def __init__(self, config: ModelConfig, spec: StackSpec, rules: AxisRules, attention: AttentionFn,
+    def __init__(self, config: ModelConfig, spec: StackSpec, rules: AxisRules, attention: AnyAttentionFn,
                  experts: Backend | None, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         def make(layer: LayerSpec) -> DecoderLayer:
             @nnx.split_rngs(splits=spec.periods)
@@ -61,7 +60,7 @@ class LayerStack(nnx.Module):
 class Transformer(nnx.Module):
     """Tokens to hidden states, and hidden states to logits. The output matrix is the embedding where tied."""
 
-    def __init__(self, config: ModelConfig, rules: AxisRules, attention: AttentionFn, experts: Backend | None = None,
+    def __init__(self, config: ModelConfig, rules: AxisRules, attention: AnyAttentionFn, experts: Backend | None = None,
                  *, rngs: nnx.Rngs, dtype: jnp.dtype):
         V, D = config.vocab_size, config.hidden_size
         self.config, self.rules = config, rules
@@ -90,7 +89,7 @@ class Transformer(nnx.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def abstract_model(config: ModelConfig, rules: AxisRules, attention: AttentionFn, dtype: jnp.dtype,
+def abstract_model(config: ModelConfig, rules: AxisRules, attention: AnyAttentionFn, dtype: jnp.dtype,
                    experts: Backend | None = None) -> Transformer:  # fmt: skip
     """The model with shapes instead of arrays. experts: the grouped matmuls of a model that has experts."""
     return nnx.eval_shape(lambda: Transformer(config, rules, attention, experts, rngs=nnx.Rngs(0), dtype=dtype))

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from model.config import LayerSpec, Projection, RopeConfig
+from model.config import LayerSpec, MoESpec, Projection, RopeConfig
 from model.families.rope import Parameters, Rotary, reach, resolve
 
 # Keys of a Hugging Face config that do not change what an inference run computes.
@@ -150,7 +150,8 @@ def biases(reader: ConfigReader, key: str, projections: frozenset[Projection],
 
 
 def window_layers(reader: ConfigReader, rope: RopeConfig, window: int | None,
-                  local_rope: RopeConfig | None = None, *, default: Callable[[int], bool]) -> tuple[LayerSpec, ...]:
+                  local_rope: RopeConfig | None = None, *, moe: MoESpec | None = None,
+                  default: Callable[[int], bool]) -> tuple[LayerSpec, ...]:
     """`layer_types` where given, otherwise what `default` says of a layer's number: does it have the window?
     local_rope: the RoPE of those that have."""
     count, kinds = reader.num_layers(), reader.take("layer_types")
@@ -159,5 +160,5 @@ def window_layers(reader: ConfigReader, rope: RopeConfig, window: int | None,
         raise UnsupportedModel(f"config.json: layer_types={kinds} must be {count} times {_GLOBAL} or {_LOCAL}")
     if window is None and _LOCAL in kinds:
         raise UnsupportedModel(f"config.json: layer_types has {_LOCAL} but there is no sliding_window in use")
-    local, everywhere = LayerSpec(rope=local_rope or rope, window=window), LayerSpec(rope=rope)
+    local, everywhere = LayerSpec(rope=local_rope or rope, window=window, moe=moe), LayerSpec(rope=rope, moe=moe)
     return tuple(local if kind == _LOCAL else everywhere for kind in kinds)

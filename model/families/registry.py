@@ -6,14 +6,15 @@ from typing import Any
 
 from checkpoints.tensors import ParamSource
 from model.config import ModelConfig
-from model.families import gemma, glm, granite, llama, mistral, mixtral, olmo, phi, qwen
+from model.families import deepseek, gemma, glm, gpt_oss, granite, llama, mistral, mixtral, olmo, phi, qwen
 from model.families.common import ConfigReader, UnsupportedModel
 from model.families.names import HEAD, LLAMA, Names, Path, sources
 
 
 @dataclass(frozen=True)
 class Family:
-    """prefix: of all its tensors. ignored: patterns of tensors that it has no place for."""
+    """prefix: of all its tensors. ignored: patterns of tensors that it has no place for, {layers} being the number of
+    its layers."""
 
     read_config: Callable[[ConfigReader], ModelConfig]
     names: Callable[[ModelConfig], Names] = lambda config: LLAMA
@@ -38,6 +39,9 @@ FAMILIES: Mapping[str, Family] = {
     "olmo2": Family(olmo.read_olmo2, olmo.names),
     "olmo3": Family(olmo.read_olmo3, olmo.names),
     "granite": Family(granite.read_config),
+    "gpt_oss": Family(gpt_oss.read_config, gpt_oss.names),
+    "deepseek_v2": Family(deepseek.read_v2, deepseek.names),
+    "deepseek_v3": Family(deepseek.read_v3, deepseek.names, ignored=deepseek.PREDICTORS),
 }
 
 
@@ -69,4 +73,5 @@ def param_sources(config: ModelConfig, paths: Iterable[Path]) -> dict[Path, Para
 def may_be_left_over(config: ModelConfig) -> tuple[str, ...]:
     """Patterns of tensors that a checkpoint may hold for nothing."""
     family = FAMILIES[config.family]
-    return (*family.ignored, family.prefix + HEAD) if config.tie_embeddings else family.ignored
+    ignored = tuple(pattern.format(layers=config.num_layers) for pattern in family.ignored)
+    return (*ignored, family.prefix + HEAD) if config.tie_embeddings else ignored

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from model.sampling import SamplingState, TokenLogprobs, prompt_logprobs, sample
 from model.transformer import Transformer, last_hidden
+from pallas_kernels.latent_attention.api import LatentLayout
 from pallas_kernels.ragged_paged_attention.api import KVLayout
 from serving.runner.packing import unpack
 from serving.runner.shapes import StepShape
@@ -29,7 +30,7 @@ class StepOutputs(NamedTuple):
     prompt_logprobs: TokenLogprobs  # [T]
 
 
-def state_shapes(layout: KVLayout, max_num_seqs: int, vocab_size: int) -> DeviceState:
+def state_shapes(layout: KVLayout | LatentLayout, max_num_seqs: int, vocab_size: int) -> DeviceState:
     slots = max_num_seqs + 1
 
     def make() -> DeviceState:

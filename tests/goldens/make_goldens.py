@@ -207,6 +207,8 @@ def randomize(model: torch.nn.Module, generator: torch.Generator) -> None:
             parameter.data = 0.3 * noise
         elif "embed_tokens" in name:
             parameter.data = 0.5 * noise
+        elif name.endswith("experts.gate_up_proj") and type(model).__name__.startswith("GptOss"):
+            parameter.data = noise * (1.0 / parameter.shape[-2] ** 0.5)  # [in, out], and each layer sharpens errors
         else:
             parameter.data = noise * (2.0 / parameter.shape[-1] ** 0.5)
     for name, buffer in model.named_buffers():

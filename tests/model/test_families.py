@@ -13,12 +13,14 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from model.build import choose_kernels, model_rules
 from model.config import LayerSpec, ModelConfig, RopeConfig
 from model.families.common import UnsupportedModel
 from model.families.names import sources
-from model.families.registry import FAMILIES, param_sources, read_config
+from model.families.registry import FAMILIES, may_be_left_over, param_sources, read_config
 from model.rope import apply_rope, rope_angles
 from model.transformer import param_axes
+from sharding.mesh import make_mesh, parse_mesh
 from tests.model import harness
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -101,6 +103,37 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         output_router_logits=False, rms_norm_eps=1e-6, rope_scaling=None, rope_theta=1000000.0,
         router_aux_loss_coef=0.001, sliding_window=None, tie_word_embeddings=False, use_sliding_window=False,
         vocab_size=151936),
+    "gpt-oss-20b in bfloat16": dict(
+        model_type="gpt_oss", attention_bias=True, eos_token_id=200002, experts_per_token=4, head_dim=64,
+        hidden_act="silu", hidden_size=2880, initial_context_length=4096, intermediate_size=2880,
+        layer_types=["sliding_attention", "full_attention"] * 12, max_position_embeddings=131072,
+        num_attention_heads=64, num_experts_per_tok=4, num_hidden_layers=24, num_key_value_heads=8,
+        num_local_experts=32, output_router_logits=False, rms_norm_eps=1e-5,
+        rope_scaling=dict(beta_fast=32.0, beta_slow=1.0, factor=32.0, original_max_position_embeddings=4096,
+                          rope_type="yarn", truncate=False),
+        rope_theta=150000, router_aux_loss_coef=0.9, sliding_window=128, swiglu_limit=7.0, tie_word_embeddings=False,
+        vocab_size=201088),
+    "DeepSeek-V2-Lite": dict(
+        model_type="deepseek_v2", attention_bias=False, attention_dropout=0.0, aux_loss_alpha=0.001,
+        first_k_dense_replace=1, hidden_act="silu", hidden_size=2048, intermediate_size=10944, kv_lora_rank=512,
+        max_position_embeddings=163840, moe_intermediate_size=1408, moe_layer_freq=1, n_group=1, n_routed_experts=64,
+        n_shared_experts=2, norm_topk_prob=False, num_attention_heads=16, num_experts_per_tok=6, num_hidden_layers=27,
+        num_key_value_heads=16, q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64, rms_norm_eps=1e-6,
+        rope_scaling=dict(beta_fast=32, beta_slow=1, factor=40, mscale=0.707, mscale_all_dim=0.707,
+                          original_max_position_embeddings=4096, type="yarn"),
+        rope_theta=10000, routed_scaling_factor=1.0, scoring_func="softmax", seq_aux=True, tie_word_embeddings=False,
+        topk_group=1, topk_method="greedy", v_head_dim=128, vocab_size=102400),
+    "DeepSeek-V3 in bfloat16": dict(
+        model_type="deepseek_v3", attention_bias=False, attention_dropout=0.0, aux_loss_alpha=0.001, ep_size=1,
+        first_k_dense_replace=3, hidden_act="silu", hidden_size=7168, intermediate_size=18432, kv_lora_rank=512,
+        max_position_embeddings=163840, moe_intermediate_size=2048, moe_layer_freq=1, n_group=8, n_routed_experts=256,
+        n_shared_experts=1, norm_topk_prob=True, num_attention_heads=128, num_experts_per_tok=8, num_hidden_layers=61,
+        num_key_value_heads=128, num_nextn_predict_layers=1, q_lora_rank=1536, qk_nope_head_dim=128,
+        qk_rope_head_dim=64, rms_norm_eps=1e-6,
+        rope_scaling=dict(beta_fast=32, beta_slow=1, factor=40, mscale=1.0, mscale_all_dim=1.0,
+                          original_max_position_embeddings=4096, type="yarn"),
+        rope_theta=10000, routed_scaling_factor=2.5, scoring_func="sigmoid", seq_aux=True, tie_word_embeddings=False,
+        topk_group=4, topk_method="noaux_tc", v_head_dim=128, vocab_size=129280),
     "Qwen2.5 with YaRN": dict(
         model_type="qwen2", hidden_act="silu", hidden_size=3584, intermediate_size=18944, max_position_embeddings=32768,
         max_window_layers=28, num_attention_heads=28, num_hidden_layers=28, num_key_value_heads=4, rms_norm_eps=1e-6,
@@ -216,6 +249,44 @@ def test_the_text_of_a_multimodal_checkpoint(tmp_path: Path):
     for ours, other in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(want)), strict=True):
         np.testing.assert_array_equal(ours, other)
     assert replace(model.config, family="gemma3_text") == want.config
+
+
+def test_deepseeks_predictor_is_left_unread_and_nothing_else():
+    """V3's layer behind the last; a second one, or one within, is an error."""
+    config = read_config(CONFIGS["deepseek-v3"])
+    assert may_be_left_over(config) == ("model.layers.3.*",)
+    with pytest.raises(UnsupportedModel, match="num_nextn_predict_layers=2"):
+        read_config(CONFIGS["deepseek-v3"] | {"num_nextn_predict_layers": 2})
+    with pytest.raises(UnsupportedModel, match="does not know: quantization_config"):
+        read_config(CONFIGS["deepseek-v3"] | {"quantization_config": {"quant_method": "fp8"}})
+
+
+def test_what_the_mixtures_mean():
+    names = "Mixtral-8x7B-Instruct-v0.1", "gpt-oss-20b in bfloat16", "DeepSeek-V2-Lite", "DeepSeek-V3 in bfloat16"
+    mixtral, oss, lite, v3 = (read_config(PUBLISHED[name]) for name in names)
+    assert (mixtral.num_experts, oss.num_experts, lite.num_experts, v3.num_experts) == (8, 32, 64, 256)
+    assert [len(stack.pattern) for stack in v3.stacks] == [1, 1] and [s.num_layers for s in v3.stacks] == [3, 58]
+    assert [layer.window for layer in oss.layers[:3]] == [128, None, 128]
+    np.testing.assert_allclose(oss.layers[0].rope.magnitude, 0.1 * math.log(32) + 1)
+    np.testing.assert_allclose(v3.attention_scale, 192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+    assert v3.layers[0].rope.magnitude == 1.0 and v3.layers[0].rope.pairs == "neighbours"
+    moe = v3.layers[3].moe
+    assert moe is not None and (moe.width, moe.shared_width, moe.routing.scale) == (2048, 2048, 2.5)
+    assert lite.latent is not None and lite.latent.query_rank is None
+    assert all(layer.moe and layer.moe.routing.groups == 1 for layer in lite.layers[1:])
+
+
+def test_latent_pages_are_what_the_papers_say():
+    """576 numbers a token and layer: 1,152 bytes, one 71st of DeepSeek-V3's keys and values."""
+    config = read_config(PUBLISHED["DeepSeek-V3 in bfloat16"])
+    rules = model_rules(config, make_mesh(parse_mesh("8x1")))
+    kernels = choose_kernels(config, rules, jnp.dtype(jnp.bfloat16), attention_backend="xla", page_size=32)
+    layout = kernels.kv_layout(config, num_pages=4)
+    assert layout.page_bytes == 61 * 32 * 1152
+    assert rules.spec(layout.axes, layout.shape) == jax.sharding.PartitionSpec(None, None, None, None)
+    assert "latent KV pages" in rules.replicated
+    assert kernels.attention.spec.num_heads == 16 and kernels.experts is not None
+    assert kernels.experts.spec.num_experts == 32
 
 
 def test_a_parameter_without_a_name_is_an_error():

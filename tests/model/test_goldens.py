@@ -20,10 +20,10 @@ BY_LENGTH = ("llama-dynamic-rope", "phi3-longrope")
 MESHES = ("8x1", "2x4")
 NEW = [name for name in FOLDERS if "greedy_0" in np.load(GOLDENS / name / "golden.npz").files]
 SLOW = pytest.mark.slow
-# Four layers to compile; two models; the mixtures of experts but one, their grouped matmuls take long to compile.
-LONG = ("olmo3", "llama-dynamic-rope", "mixtral", "qwen2-moe")
-# On a mesh, of the new ones: heads that are normed across devices, and patterns of layers.
-QUICK = {("olmo2", "8x1"), ("gemma3", "2x4"), ("qwen3-moe", "8x1")}
+# Four layers to compile; two models; most mixtures of experts, whose grouped matmuls take long to compile.
+LONG = ("olmo3", "llama-dynamic-rope", "mixtral", "qwen2-moe", "deepseek-v2", "deepseek-v2-lite", "deepseek-v3")
+# On a mesh, of the new ones: heads that are normed across devices, patterns of layers, latents with experts.
+QUICK = {("olmo2", "8x1"), ("gemma3", "2x4"), ("deepseek-v3", "8x1")}
 
 
 def check(model: Transformer, golden: Mapping[str, np.ndarray], length: int) -> None:
