@@ -54,6 +54,9 @@ def choose_kernels(config: ModelConfig, rules: AxisRules, dtype: jnp.dtype, *, a
             dtype=dtype, kv_dtype=dtype,
         )  # fmt: skip
         chosen = attention.choose_backend(attention_backend, spec, device)
+    if chosen.choice.simulated and chosen.choice.name == "mosaic_gpu" and rules.mesh.size > 1:
+        raise ValueError(f"attention backend 'mosaic_gpu': jax simulates a GPU kernel on one device, the mesh has "
+                         f"{rules.mesh.size}")  # fmt: skip
     experts = None
     if (count := config.num_experts) is not None:
         held = grouped_matmul.ExpertsSpec(num_experts=count // rules.shards("experts", count), dtype=dtype,

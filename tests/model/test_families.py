@@ -289,6 +289,21 @@ def test_latent_pages_are_what_the_papers_say():
     assert kernels.experts.spec.num_experts == 32
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="the GPU kernel needs jax 0.12 or newer")
+def test_a_gpu_is_simulated_on_one_device_only():
+    """On several, jax's interpreter fails after the first step, or waits for ever."""
+    config = read_config(CONFIGS["llama-gqa-tied"])
+
+    def choose(mesh: str, backend: str) -> str:
+        rules = model_rules(config, make_mesh(parse_mesh(mesh)))
+        kernels = choose_kernels(config, rules, jnp.dtype(jnp.float32), attention_backend=backend, page_size=16)
+        return kernels.attention.choice.name
+
+    assert (choose("1x1", "mosaic_gpu"), choose("2x1", "mosaic_tpu")) == ("mosaic_gpu", "mosaic_tpu")
+    with pytest.raises(ValueError, match="'mosaic_gpu': jax simulates a GPU kernel on one device, the mesh has 2"):
+        choose("2x1", "mosaic_gpu")
+
+
 def test_a_parameter_without_a_name_is_an_error():
     with pytest.raises(KeyError, match="no tensor is known for the parameter vision"):
         sources(config_of("G"), {}, [("vision", "scale")])
