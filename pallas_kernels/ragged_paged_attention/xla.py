@@ -183,11 +183,26 @@ def _write(k, v, kv_pages: KVPages, layer, page_table, kv_lens, cu_q_lens, distr
     page, slot = slots_of(k.shape[0], page_size, page_table, kv_lens, cu_q_lens, distribution)
     kv = jnp.stack([k, v], axis=1)  # [T, 2, K, H]
 
-    def put(paged: jax.Array, new: jax.Array) -> jax.Array:
-        new = new.astype(paged.dtype)
-        # An index for every axis but H: with slices between indices, XLA for TPUs lays the whole cache out anew.
+    def scatter(paged: jax.Array, new: jax.Array) -> jax.Array:
         where = (layer, page[:, None, None], jnp.arange(2)[:, None], jnp.arange(k.shape[1]), slot[:, None, None])
         return paged.at[where].set(new, mode="promise_in_bounds")
+
+    def one_by_one(paged: jax.Array, new: jax.Array) -> jax.Array:
+        # Slices of what the compiler does not lay out anew, by its memory analysis: all heads, or one head's row.
+        heads = new.reshape(new.shape[0], 2, 1, *new.shape[2:]) if new.shape[2] == 1 else new[:, None]
+
+        def put_token(token, paged):
+            for k_or_v, value in enumerate(heads[token]):  # [2 or 1, K, ...]
+                value = jnp.expand_dims(value.reshape(-1, *new.shape[2:]), (0, 1, 4))  # [1, 1, 1 or 2, K, 1, ...]
+                at = (layer, page[token], k_or_v, 0, slot[token], 0)[: paged.ndim]
+                paged = lax.dynamic_update_slice(paged, value, at)
+            return paged
+
+        return lax.fori_loop(0, new.shape[0], put_token, paged)
+
+    def put(paged: jax.Array, new: jax.Array) -> jax.Array:
+        # XLA for TPUs scatters into a large cache by laying all of it out anew, or compiles for minutes.
+        return lax.platform_dependent(paged, new.astype(paged.dtype), tpu=one_by_one, default=scatter)
 
     if isinstance(kv_pages, QuantizedPages):
         return QuantizedPages(*map(put, kv_pages, quantize_rows(kv, kv_pages.values.dtype)))

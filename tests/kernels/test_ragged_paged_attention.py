@@ -85,6 +85,13 @@ def test_bfloat16(name: str):
     check(CASES[name], dtype="bfloat16")
 
 
+@pytest.mark.parametrize("name", ["mixed", "int8"])
+def test_the_tpus_way_of_writing(name: str, monkeypatch):
+    """On TPUs this backend writes token by token; run here, where it is only slower."""
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, tpu, default: tpu(*args))
+    check(CASES[name])
+
+
 row = st.tuples(st.integers(2, 40), st.integers(0, 150)).map(lambda r: (r[0], r[0] + r[1]))
 decode_row = st.integers(1, 300).map(lambda length: (1, length))
 
