@@ -27,6 +27,8 @@ def latent_attention(
 
 def unsupported(spec: LatentSpec, device_kind: str | None) -> str | None:
     """What keeps this backend from serving `spec`, if anything."""
+    if device_kind is not None and device_kind.startswith("TPU"):
+        return f"{device_kind}: XLA for TPUs would copy the whole cache to write a token (seen in its memory analysis)"
     if jnp.dtype(spec.kv_dtype).itemsize == 1:
         return f"kv_dtype={jnp.dtype(spec.kv_dtype).name}: 8-bit latents are not there yet"
     return None

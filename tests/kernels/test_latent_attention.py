@@ -1,5 +1,6 @@
 """Latent attention: the reference by hand and against the naive form, and every backend against the reference."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -242,6 +243,8 @@ def test_the_backend_is_chosen_once():
     assert simulated.choice.simulated and simulated.layout(3, 5).shape == (3, 5, 32, 1152)
     with pytest.raises(ValueError, match="kv_dtype=int8"):
         choose_backend("xla", LatentSpec(**{**SPEC, "kv_dtype": jnp.dtype("int8")}), cpu)
+    with pytest.raises(ValueError, match="would copy the whole cache"):
+        choose_backend("xla", LatentSpec(**SPEC), SimpleNamespace(platform="tpu", device_kind="TPU v6 lite"))
 
 
 def problem(heads: int) -> Problem:
