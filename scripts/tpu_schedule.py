@@ -100,6 +100,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--loops", metavar="TEXT", help="every loop of the cases whose name has TEXT in it, instead")
     args = parser.parse_args(argv)
     prepare_environment()
+    shapes, cases = [shape for shape in SHAPES if args.only in shape], []
+    if args.loops is None and not shapes:
+        parser.error(f"--only {args.only}: the shapes are {', '.join(SHAPES)}")
+    if args.loops is not None:
+        from scripts.aot.cases import CASES
+
+        cases = [case for case in CASES if case.platform == "tpu" and args.loops in case.name]
+        if not cases:
+            parser.error(f"--loops {args.loops}: no such case; `python -m scripts.aot_check --list` has them all")
     for name in args.target or ["v6e", "v7x"]:
         target = TARGETS[name]
         try:
@@ -108,21 +117,18 @@ def main(argv: list[str] | None = None) -> int:
             print(error, file=sys.stderr)
             return 2
         if args.loops is not None:
-            print_loops(target, args.loops)
+            print_loops(target, cases)
         else:
-            print_report(target, [shape for shape in SHAPES if args.only in shape], with_jax=not args.no_jax)
+            print_report(target, shapes, with_jax=not args.no_jax)
     return 0
 
 
-def print_loops(target: Target, text: str) -> None:
-    from scripts.aot.cases import CASES
-
-    for case in CASES:
-        if case.platform == "tpu" and text in case.name:
-            print(f"\n{target.name}: {case.name}")
-            for schedule in schedule_of(case.build, target.name):
-                if schedule.loops:
-                    print(describe(schedule), flush=True)
+def print_loops(target: Target, cases: list[Any]) -> None:
+    for case in cases:
+        print(f"\n{target.name}: {case.name}")
+        for schedule in schedule_of(case.build, target.name):
+            if schedule.loops:
+                print(describe(schedule), flush=True)
 
 
 def print_report(target: Target, shapes: list[str], *, with_jax: bool) -> None:

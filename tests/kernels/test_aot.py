@@ -147,6 +147,13 @@ def test_failures_exit_with_1(monkeypatch, capsys):
     assert aot_check.main(["--target", "v6e", "--only", "neither"]) == 1, "nothing checked is no success"
 
 
+@pytest.mark.parametrize("flags", [("--only", "llama9"), ("--loops", "llama9")])
+def test_a_schedule_of_nothing_is_an_error(flags, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        tpu_schedule.main(list(flags))
+    assert f"{flags[0]} llama9: " in capsys.readouterr().err
+
+
 def test_tune_needs_a_device(capsys):
     assert tune.main([]) == 2
     assert "measures on a TPU or GPU; this process has cpu only" in capsys.readouterr().err
