@@ -42,6 +42,8 @@ def choose(kernel: str, name: str, backends: Mapping[str, Unsupported], spec: An
         raise ValueError(f"{kernel} backend {name!r} runs on {platform} (simulated on cpu), not on {device.platform}")
     simulated = platform is not None and device.platform == "cpu"
     if (missing := missing_for(name, None if simulated else device.device_kind)) is not None:
+        if fallback is not None:  # what to change: the kernel's reason comes first
+            raise ValueError(f"{kernel}: no backend can serve this. {fallback}; {name}: {missing}")
         raise ValueError(f"{kernel} backend {name!r}: {missing}")
     return Choice(name=name, simulated=simulated, fallback=fallback)
 

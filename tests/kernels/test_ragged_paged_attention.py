@@ -1,6 +1,7 @@
 """The reference by hand, and the XLA backend against it. The kernels' tests draw from the same cases."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels.backends import choose
 from pallas_kernels.ragged_paged_attention import reference
 from pallas_kernels.ragged_paged_attention.api import AttentionSpec, KVLayout, choose_backend
 from pallas_kernels.ragged_paged_attention.xla import ragged_paged_attention
@@ -158,6 +160,14 @@ def test_the_backend_is_chosen_once_and_says_what_it_cannot_do():
     for field in ("num_heads", "num_kv_heads", "head_dim", "page_size"):
         with pytest.raises(ValueError, match=f"{field}=0 must be at least 1"):
             AttentionSpec(**{**SPEC, field: 0})
+
+
+def test_where_the_fallback_cannot_serve_either_both_reasons_are_said():
+    backends = {"mosaic_tpu": lambda spec, kind: "page_size=16 must be 32", "xla": lambda spec, kind: "it would copy"}
+    tpu = SimpleNamespace(platform="tpu", device_kind="TPU v6 lite")
+    said = "attention: no backend can serve this. mosaic_tpu: page_size=16 must be 32; xla: it would copy"
+    with pytest.raises(ValueError, match=said):
+        choose("attention", "auto", backends, None, tpu)
 
 
 @pytest.mark.parametrize("change, message", [
