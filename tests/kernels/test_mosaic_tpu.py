@@ -138,6 +138,7 @@ SPEC = dict(num_heads=8, num_kv_heads=2, head_dim=128, page_size=128, dtype=jnp.
 def test_what_it_cannot_do_is_said_with_what_fits(change, missing):
     said = unsupported(AttentionSpec(**{**SPEC, **change}), "TPU v6 lite")
     assert said is None if missing is None else re.search(missing, said or "")
+    assert str(unsupported(AttentionSpec(**SPEC), "TPU v99")).startswith("no numbers for the device kind 'TPU v99'")
 
 
 @pytest.mark.parametrize("head_dim, shape", [

@@ -53,7 +53,7 @@ def unsupported(spec: AttentionSpec, device_kind: str | None) -> str | None:
         try:
             device = device_of_kind(device_kind)
         except KeyError as error:
-            return str(error)
+            return str(error.args[0])
         problem = _problem(spec)
         try:
             config.decode_for(problem, 256, device)
