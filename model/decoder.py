@@ -46,10 +46,12 @@ class DecoderLayer(nnx.Module):
             self.mlp = MoE(config, spec.moe, rules, experts, rngs=rngs, dtype=dtype)
 
     def __call__(self, x: Float[Array, "T D"], angles: Angles, kv_pages: jax.Array, layer: jax.Array,
-                 batch: StepBatch) -> tuple[Float[Array, "T D"], jax.Array]:
+                 period: jax.Array, batch: StepBatch) -> tuple[Float[Array, "T D"], jax.Array]:
+        """layer: of the model; period: of the stack, whose experts come whole."""
         out, kv_pages = self.attention(normed(self.attention_norm, x), angles, kv_pages, layer, batch)
         x = self._add(x, normed(self.attention_out_norm, out))
-        out = self.mlp(normed(self.mlp_norm, x))
+        x_in = normed(self.mlp_norm, x)
+        out = self.mlp(x_in, period) if isinstance(self.mlp, MoE) else self.mlp(x_in)
         return self._add(x, normed(self.mlp_out_norm, out)), kv_pages
 
     def _add(self, x: jax.Array, out: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ Axis letters: T tokens, D model dim, E experts, F width of an expert, k experts 
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,13 +47,18 @@ def route(routing: Routing, logits: Float[Array, "T E"], bias: Float[Array, " E"
     return chosen, weights * routing.scale
 
 
+def is_expert_matrix(path: tuple[Any, ...], value: Any) -> bool:
+    """A filter: the parameters that a kernel reads in place, out of those of all layers of a stack."""
+    return len(path) > 1 and path[-2] == "experts" and path[-1] in ("gate", "up", "down")
+
+
 class Experts(nnx.Module):
     """The gated feed-forward blocks of all experts, stacked."""
 
     def __init__(self, config: ModelConfig, spec: MoESpec, rules: AxisRules, matmuls: Backend, *, rngs: nnx.Rngs,
                  dtype: jnp.dtype):
         E, D, F = spec.routing.num_experts, config.hidden_size, spec.width
-        self.rules, self.matmuls = rules, matmuls
+        self.rules, self.matmuls, self.num_experts = rules, matmuls, E
         self.activation: Activation | ClampedSwiGLU = config.activation
         self.gate = param((E, D, F), ("experts", "embed", "expert_mlp"), rngs=rngs, dtype=dtype)
         self.up = param((E, D, F), ("experts", "embed", "expert_mlp"), rngs=rngs, dtype=dtype)
@@ -64,29 +70,35 @@ class Experts(nnx.Module):
         self.gate_bias, self.up_bias = bias("gate", F, "expert_mlp"), bias("up", F, "expert_mlp")
         self.down_bias = bias("down", D, "embed")
 
-    def __call__(self, x: Float[Array, "T D"], chosen: Int[Array, "T k"], weights: Float[Array, "T k"]
-                 ) -> Float[Array, "T D"]:  # fmt: skip
+    def __call__(self, x: Float[Array, "T D"], chosen: Int[Array, "T k"], weights: Float[Array, "T k"],
+                 layer: Int[Array, ""] | None = None) -> Float[Array, "T D"]:  # fmt: skip
+        """layer: the matrices are those of a whole stack, [L, E, D, F], and this layer's are meant."""
         of_token, matrix, vector = ("tokens", None), ("experts", None, None), ("experts", None)
+        index = [] if layer is None else [layer]
+        if layer is not None:
+            matrix = ("layers", *matrix)
         biases = [p[...] for p in (self.gate_bias, self.up_bias, self.down_bias) if p is not None]
-        in_axes: list[Axes] = [of_token] * 3 + [matrix] * 3 + [vector] * len(biases)
-        args = [x, chosen, weights, self.gate[...], self.up[...], self.down[...], *biases]
-        compute = partial(self._compute, self.gate[...].shape[0])
+        in_axes: list[Axes] = [of_token] * 3 + [matrix] * 3 + [vector] * len(biases) + [()] * len(index)
+        args = [x, chosen, weights, self.gate[...], self.up[...], self.down[...], *biases, *index]
+        compute = partial(self._compute, self.matmuls.spec.num_experts, len(biases))
         (out,) = self.rules.map_over_shards(compute, args, in_axes, (of_token,), (x.shape,))
         return out
 
-    def _compute(self, num_experts: int, x, chosen, weights, gate, up, down, *biases: jax.Array
+    def _compute(self, held: int, num_biases: int, x, chosen, weights, gate, up, down, *rest: jax.Array
                  ) -> tuple[jax.Array]:  # fmt: skip
-        """On one device: the part of its own experts, summed over the devices. biases: [E, F], [E, F], [E, D]."""
-        k = chosen.shape[1]
+        """On one device: the part of the experts that it holds, summed over the devices. rest: biases [E, F], [E, F],
+        [E, D], if there are any, and the layer, where the matrices are those of all layers."""
+        biases, layer = rest[:num_biases], rest[num_biases] if len(rest) > num_biases else None
+        num_experts, k = self.num_experts, chosen.shape[1]
         expert = chosen.reshape(-1)  # [M]
         order = jnp.argsort(expert, stable=True)
         sizes = jnp.bincount(expert, length=num_experts).astype(jnp.int32)
-        first = self.rules.place("experts", num_experts) * gate.shape[0]
+        first = self.rules.place("experts", num_experts) * held
         tiles = self.matmuls.tiles(sizes, len(expert), first)
-        matmul = partial(self.matmuls.matmul, group_sizes=sizes, group_offset=first, tiles=tiles,
+        matmul = partial(self.matmuls.matmul, group_sizes=sizes, group_offset=first, layer=layer, tiles=tiles,
                          preferred_element_type=jnp.float32)  # fmt: skip
         local = expert[order] - first
-        mine = (local >= 0) & (local < gate.shape[0])
+        mine = (local >= 0) & (local < held)
 
         def add(rows: jax.Array, which: int) -> jax.Array:
             if not biases:
@@ -117,11 +129,12 @@ class MoE(nnx.Module):
         has_gate = has_shared and spec.shared_gate is not None
         self.shared_gate = param((D, 1), ("embed", None), rngs=rngs, dtype=dtype) if has_gate else None
 
-    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    def __call__(self, x: Float[Array, "T D"], layer: Int[Array, ""] | None = None) -> Float[Array, "T D"]:
+        """layer: see `Experts`."""
         wide = x.astype(jnp.float32)
         logits = jnp.einsum("td,de->te", wide, self.router[...], precision=jax.lax.Precision.HIGHEST)
         chosen, weights = route(self.routing, logits, None if self.router_bias is None else self.router_bias[...])
-        out = self.experts(x, chosen, weights)
+        out = self.experts(x, chosen, weights, layer)
         if self.shared is None:
             return out
         shared = self.shared(x)

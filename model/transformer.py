@@ -19,6 +19,7 @@ from model.batch import StepBatch
 from model.config import LayerSpec, ModelConfig, StackSpec
 from model.decoder import AnyAttentionFn, DecoderLayer
 from model.layers import Angles, RMSNorm, param
+from model.moe import is_expert_matrix
 from model.rope import rope_angles
 from pallas_kernels.grouped_matmul.api import Backend
 from sharding.rules import Axes, AxisRules
@@ -43,17 +44,19 @@ class LayerStack(nnx.Module):
         self.layers = nnx.List([make(layer) for layer in spec.pattern])
 
     def __call__(self, x: Float[Array, "T D"], angles: Angles, kv_pages: jax.Array, batch: StepBatch):
-        structure, stacked = nnx.split(self.layers)
+        # A kernel takes no slice: what scan slices for it is copied. So experts' matrices, most of a model, stay whole.
+        structure, whole, stacked = nnx.split(self.layers, is_expert_matrix, ...)
 
         def body(carry, inputs):
-            first, params = inputs
+            period, first, params = inputs
             x, kv_pages = carry
-            for place, layer in enumerate(nnx.merge(structure, params)):
-                x, kv_pages = layer(x, angles, kv_pages, first + place, batch)
+            for place, layer in enumerate(nnx.merge(structure, whole, params)):
+                x, kv_pages = layer(x, angles, kv_pages, first + place, period, batch)
             return (x, kv_pages), None
 
         firsts = jnp.asarray(self.spec.layers_at(0), jnp.int32)
-        (x, kv_pages), _ = lax.scan(body, (x, kv_pages), (firsts, stacked))
+        periods = jnp.arange(self.spec.periods, dtype=jnp.int32)
+        (x, kv_pages), _ = lax.scan(body, (x, kv_pages), (periods, firsts, stacked))
         return x, kv_pages
 
 

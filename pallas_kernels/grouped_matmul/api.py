@@ -10,7 +10,7 @@ The rows of a step are sorted by expert: expert e owns the group_sizes[e] rows a
 Axis letters: M rows, D contracted, F columns, E experts held by this device, A experts of all devices.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -37,6 +37,7 @@ class GroupedMatmulFn(Protocol):
         group_sizes: Int[Array, " A"],
         *,
         group_offset: Int[Array, ""] | int = 0,
+        layer: Int[Array, ""] | None = None,
         tiles: GroupTiles | None = None,
         preferred_element_type: Any = None,
         blocks: Any = None,
@@ -47,6 +48,8 @@ class GroupedMatmulFn(Protocol):
         group_offset + E - 1. Rows of other experts and rows past the sum come out as zeros, whatever is in them, NaN
         included. Weights of experts without rows are not read (but see `xla.ragged_dot`).
         Quantized weights are widened beside the compute units, never in HBM (but see `xla.ragged_dot`).
+        layer: rhs holds all layers, [L, E, D, F], and this one's count: a kernel reads them where they lie, while a
+        slice of them would be copied for it.
         tiles: of `Backend.tiles` for the same sizes and rows; computed when not given.
         blocks: TpuBlocks or GpuBlocks instead of the chosen ones. ValueError when they do not fit, with the numbers.
         """
@@ -81,21 +84,27 @@ class Backend:
                            group_offset=group_offset)  # fmt: skip
 
     def matmul(
-        self, lhs, rhs, group_sizes, *, group_offset=0, tiles=None, preferred_element_type=None, blocks=None
-    ) -> jax.Array:
+        self, lhs, rhs, group_sizes, *, group_offset: jax.Array | int = 0, layer: jax.Array | None = None,
+        tiles: GroupTiles | None = None, preferred_element_type: Any = None, blocks: Any = None,
+    ) -> jax.Array:  # fmt: skip
         """See GroupedMatmulFn."""
         out_dtype = jnp.dtype(preferred_element_type or lhs.dtype)
-        problem = self._problem(lhs, rhs, out_dtype)
+        of_layer = rhs if layer is None else jax.eval_shape(partial(_layer_of, layer=0), rhs)
+        problem = self._problem(lhs, of_layer, out_dtype)
         if blocks is not None and not isinstance(blocks, {"mosaic_tpu": TpuBlocks, "mosaic_gpu": GpuBlocks}.get(
             self.name, ()
         )):  # fmt: skip
             raise ValueError(f"{type(blocks).__name__} are not blocks of the backend {self.name!r}")
         if self.native:
-            return xla.ragged_dot(lhs, rhs, group_sizes, out_dtype=out_dtype, group_offset=group_offset)
+            one = rhs if layer is None else _layer_of(rhs, layer)
+            return xla.ragged_dot(lhs, one, group_sizes, out_dtype=out_dtype, group_offset=group_offset)
         if tiles is None:
             tiles = self._tiles_for(blocks, group_sizes, lhs.shape[0], group_offset)
         assert tiles is not None
         self._check(tiles, blocks, lhs.shape[0])
+        if layer is not None:  # all layers' experts in one row, and the tiles name this layer's
+            rhs = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), rhs)
+            tiles = replace(tiles, expert=tiles.expert + jnp.asarray(layer, jnp.int32) * self.spec.num_experts)
         if self.name == "xla":
             return xla.grouped_matmul(lhs, rhs, tiles, out_dtype=out_dtype)
         assert self.device is not None
@@ -152,6 +161,10 @@ class Backend:
             raise ValueError(f"tiles that start at multiples of {tiles.align}; the backend {self.name!r} needs {align}")
         if blocks is not None and blocks.tile_rows != tiles.tile_rows:
             raise ValueError(f"tiles of {tiles.tile_rows} rows, blocks of {blocks.tile_rows}")
+
+
+def _layer_of(rhs, layer):
+    return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, layer, keepdims=False), rhs)
 
 
 _KERNELS = {"mosaic_tpu": mosaic_tpu, "mosaic_gpu": mosaic_gpu}

@@ -115,5 +115,29 @@ STEPS = {
                 "rope_theta": 500000, "tie_word_embeddings": False,
             },
         ),
+        StepConfig(
+            name="qwen3-30b-a3b/8", tensor=8, max_model_len=8192, max_num_seqs=64, num_tokens=1024, kv_bytes=8 << 30,
+            hf={
+                "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048,
+                "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32, "head_dim": 128,
+                "num_key_value_heads": 8, "vocab_size": 151936, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6,
+                "rope_theta": 1000000, "tie_word_embeddings": False, "num_experts": 128, "num_experts_per_tok": 8,
+                "moe_intermediate_size": 768, "norm_topk_prob": True,
+            },
+        ),
+        # Of its 61 layers two dense and three with experts: whole it takes more than eight chips.
+        StepConfig(
+            name="deepseek-v3 5 layers/8", tensor=8, max_model_len=8192, max_num_seqs=64, num_tokens=1024,
+            kv_bytes=4 << 30,
+            hf={
+                "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168,
+                "intermediate_size": 18432, "num_hidden_layers": 5, "num_attention_heads": 128, "vocab_size": 129280,
+                "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "rope_theta": 10000, "kv_lora_rank": 512,
+                "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+                "first_k_dense_replace": 2, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
+                "moe_intermediate_size": 2048, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
+                "tie_word_embeddings": False,
+            },
+        ),
     )
 }

@@ -6,17 +6,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from model.build import choose_kernels, model_rules, model_shapes
 from model.families.registry import read_config
-from model.transformer import abstract_model, param_axes, with_params
-from pallas_kernels.ragged_paged_attention.api import AttentionSpec, choose_backend
+from model.transformer import param_axes, param_dtypes, with_params
 from scripts.aot.models import StepConfig
 from scripts.aot.targets import Target, compile_on, devices_of
 from serving.config import MAX_LOGPROBS
+from serving.runner.memory import bytes_per_device
 from serving.runner.packing import packed_size
 from serving.runner.shapes import StepShape
 from serving.runner.step import run_step, state_shapes, with_shardings
 from sharding.mesh import MeshSpec, make_mesh
-from sharding.rules import axis_rules
 
 
 def compile_step(target: Target, step: StepConfig, backend_name: str, shape: StepShape, *, page_size: int
@@ -24,22 +24,19 @@ def compile_step(target: Target, step: StepConfig, backend_name: str, shape: Ste
     """(Compiled, bytes of the KV cache on a device, bytes of one layer of it)."""
     config = read_config(step.hf)
     mesh = make_mesh(MeshSpec(tensor=step.tensor), devices_of(target))
-    rules = axis_rules(mesh, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads)
-    shards = step.tensor if rules.rules["kv_heads"] else 1
-    dtype = jnp.dtype(jnp.bfloat16)
-    spec = AttentionSpec(
-        num_heads=config.num_heads // shards, num_kv_heads=config.num_kv_heads // shards, head_dim=config.head_dim,
-        page_size=page_size, dtype=dtype, kv_dtype=dtype,
-    )
-    backend = choose_backend(backend_name, spec, mesh.devices.flat[0])
-    page_bytes = backend.layout(config.num_layers, 1, config.num_kv_heads).page_bytes // shards
+    rules, dtype = model_rules(config, mesh), jnp.dtype(jnp.bfloat16)
+    kernels = choose_kernels(config, rules, dtype, attention_backend=backend_name, page_size=page_size)
+    one_page = kernels.kv_layout(config, 1)
+    page = jax.ShapeDtypeStruct(one_page.shape, one_page.dtype, sharding=rules.sharding(one_page.axes, one_page.shape))
+    page_bytes = bytes_per_device(page)
     num_pages = step.kv_bytes // page_bytes
-    layout = backend.layout(config.num_layers, num_pages, config.num_kv_heads)
-    state = with_shardings(rules, state_shapes(layout, step.max_num_seqs, config.vocab_size))
+    layout = kernels.kv_layout(config, num_pages)
+    state = with_shardings(rules, state_shapes(layout, step.max_num_seqs, config.vocab_size), layout.axes)
 
-    model = abstract_model(config, rules, backend.attend, dtype)
+    model = model_shapes(config, rules, kernels, dtype)
+    dtypes = param_dtypes(model)
     params = {
-        path: jax.ShapeDtypeStruct(shape, dtype, sharding=rules.sharding(axes, shape))
+        path: jax.ShapeDtypeStruct(shape, dtypes[path], sharding=rules.sharding(axes, shape))
         for path, (shape, axes) in param_axes(model).items()
     }
     structure, weights = nnx.split(with_params(model, params))  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """Every grouped-matmul backend against the float32 reference, which a hand-worked case pins."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 import jax
@@ -212,6 +212,24 @@ def test_visits_cover_every_row_once(sizes, first, data, tile_rows, aligned):
         assert sorted(set(rows)) == list(range(0, num_rows, tile_rows)) and rows == sorted(rows)
         seen[owner == -1] += 1
     assert (seen == 1).all()
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("backend", ["xla", "mosaic_tpu"])
+def test_a_layer_of_stacked_weights(backend: str, native: bool):
+    """The weights of all layers and a number are as good as that layer's; the other layers' are not looked at."""
+    case = Case(sizes=(9, 0, 20, 3), held=(1, 2))
+    lhs, rhs, sizes, offset = operands(case, "float32")
+    stacked = jnp.full((3, *rhs.shape), np.nan).at[1].set(jnp.nan_to_num(rhs))
+    spec = ExpertsSpec(num_experts=2, dtype=lhs.dtype, weight_dtype=rhs.dtype)
+    chosen = replace(choose_backend(backend, spec, jax.devices()[0]), native=native and backend == "xla")
+    tiles = chosen.tiles(sizes, len(lhs), offset)
+    run = jax.jit(partial(chosen.matmul, tiles=tiles, group_offset=offset))
+    want = run(lhs, stacked[1], sizes)
+    assert np.abs(np.asarray(want)).max() > 1
+    np.testing.assert_array_equal(run(lhs, stacked, sizes, layer=jnp.int32(1)), want)
+    with pytest.raises(ValueError, match="must be .E=2, D=64, F."):
+        run(lhs, stacked[:, :1], sizes, layer=jnp.int32(1))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
