@@ -45,7 +45,8 @@ def expert_weights(rhs, expert: jax.Array, dtype) -> jax.Array:
     return dequantize_experts(one)[0] if isinstance(one, QuantizedExperts) else one[0].astype(dtype)
 
 
-def ragged_dot(lhs: jax.Array, rhs, group_sizes: jax.Array, *, out_dtype, group_offset: jax.Array | int = 0) -> jax.Array:
+def ragged_dot(lhs: jax.Array, rhs, group_sizes: jax.Array, *, out_dtype, group_offset: jax.Array | int = 0
+               ) -> jax.Array:  # fmt: skip
     """The compiler's own, for a GPU or TPU without a kernel here. Quantized weights are widened in HBM, all of them.
 
     Weights of an expert without rows must be finite: where the compiler has no grouped product, they meet zeros.

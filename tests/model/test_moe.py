@@ -75,7 +75,7 @@ def test_bias_chooses_and_does_not_weigh():
                                     dict(groups=4, top_groups=1, top_k=2), dict(groups=4, group_best=2)])
 def test_impossible_routing_is_refused(fields: dict[str, Any]):
     with pytest.raises(ValueError, match="cannot be chosen|experts"):
-        Routing(**({"num_experts": 4, "top_k": 1} | fields))
+        Routing(**{"num_experts": 4, "top_k": 1, **fields})
 
 
 @pytest.mark.parametrize("mesh", ["1x1", "4x2"])
