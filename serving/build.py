@@ -88,7 +88,7 @@ def _load(
 def _kernels(config: ModelConfig, engine: EngineConfig, rules: AxisRules, dtype: jnp.dtype) -> Kernels:
     try:
         return choose_kernels(config, rules, dtype, attention_backend=engine.attention_backend,
-                              page_size=engine.block_size)  # fmt: skip
+                              page_size=_page_size(engine))  # fmt: skip
     except ValueError as error:
         raise ConfigError(f"--attention-backend and --block-size: {error}") from error
 
@@ -140,6 +140,11 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[ModelRun
     return runner, info, eos_ids
 
 
+def _page_size(config: EngineConfig) -> int:
+    """Short pages share more of a prefix. A copy of one on a GPU or TPU must be long enough to pay."""
+    return config.block_size or {"gpu": 64, "tpu": 128}.get(jax.default_backend(), 16)
+
+
 def _runner_config(config: EngineConfig, model: ModelConfig, progress: bool) -> RunnerConfig:
     on_cpu = jax.default_backend() == "cpu"
     max_model_len = config.max_model_len or model.max_position
@@ -157,7 +162,7 @@ def _runner_config(config: EngineConfig, model: ModelConfig, progress: bool) -> 
         max_num_batched_tokens=tokens,
         max_model_len=max_model_len,
         may_shorten=config.max_model_len is None,
-        page_size=config.block_size,
+        page_size=_page_size(config),
         num_pages=config.num_pages,
         memory_share=config.gpu_memory_utilization,
         progress=progress,

@@ -22,7 +22,7 @@ class EngineConfig:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None  # token budget of a step
     long_prefill_token_threshold: int = 0  # most prompt tokens one sequence may bring to a step; 0: no limit
-    block_size: int = 16  # tokens in a KV page
+    block_size: int | None = None  # tokens in a KV page
     num_pages: int | None = None  # None: what fits
     gpu_memory_utilization: float | None = None  # share of device memory (host memory on CPU) that may be used
     enable_prefix_caching: bool = True

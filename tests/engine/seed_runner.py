@@ -31,7 +31,7 @@ def outputs(seed: int, count: int) -> list[int]:
 
 class SeedRunner:
     def __init__(self, config: EngineConfig, step_seconds: float):
-        self.page_size = config.block_size
+        self.page_size = config.block_size or 16
         self.num_pages = config.num_pages or 512
         self.max_num_seqs = config.max_num_seqs or 16
         self.max_num_batched_tokens = config.max_num_batched_tokens or 128
