@@ -69,7 +69,7 @@ DEVICES: dict[str, Device] = {
             hbm_bytes=103_000_000_000, hbm_bandwidth=3.7e12, bf16_flops=1153.5e12, clock_hz=2.2e9,
         ),
         Device(
-            name="h100", platform="gpu", kinds=("NVIDIA H100 80GB HBM3",), cores=132, smem_bytes=227 * KiB,
+            name="h100", platform="gpu", kinds=("NVIDIA H100",), cores=132, smem_bytes=227 * KiB,
             hbm_bytes=80_000_000_000, hbm_bandwidth=3.35e12, bf16_flops=989e12, clock_hz=1.83e9,
         ),
         Device(
@@ -81,9 +81,14 @@ DEVICES: dict[str, Device] = {
 
 
 def device_of_kind(kind: str) -> Device:
-    """The entry for `jax.Device.device_kind`, or for a name of DEVICES. KeyError names those that exist."""
+    """The entry for `jax.Device.device_kind`, or for a name of DEVICES. KeyError names those that exist.
+
+    Boards of one GPU (SXM, PCIe, NVL) share an entry: what follows the GPU's name does not count.
+    """
     for device in DEVICES.values():
         if kind == device.name or kind in device.kinds:
+            return device
+        if device.platform == "gpu" and any(kind.startswith(f"{known} ") for known in device.kinds):
             return device
     known = ", ".join(f"{device.name} ({device.kinds[0]})" for device in DEVICES.values())
     raise KeyError(f"no numbers for the device kind {kind!r}; pallas_kernels/devices.py has {known}")

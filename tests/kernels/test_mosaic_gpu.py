@@ -212,8 +212,8 @@ SPEC = AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=128, page_size=64, d
 @pytest.mark.parametrize("change, message", [
     ({}, None),
     ({"kv_dtype": jnp.dtype("int8")}, None),
-    ({"page_size": 48}, "page_size=48, 16, 32, 64, 128, 256 are possible"),
-    ({"head_dim": 80}, "head_dim=80, 64, 128, 256 are possible"),
+    ({"page_size": 48}, "page_size=48 must be one of 16, 32, 64, 128, 256"),
+    ({"head_dim": 80}, "head_dim=80 must be one of 64, 128, 256"),
     ({"dtype": jnp.dtype("float32")}, "float32 queries"),
     ({"kv_dtype": jnp.dtype("float16")}, "float16 pages with bfloat16 queries"),
     ({"num_heads": 136}, "17 query heads a kv head"),
@@ -222,6 +222,7 @@ def test_what_is_missing_is_said(change, message):
     missing = mosaic_gpu.unsupported(replace(SPEC, **change), "NVIDIA H200")
     assert missing is None if message is None else message in missing
     assert "Hopper" in str(mosaic_gpu.unsupported(SPEC, "NVIDIA B200"))
+    assert mosaic_gpu.unsupported(SPEC, "NVIDIA H100 PCIe") is None
     float32 = jnp.dtype("float32")
     assert mosaic_gpu.unsupported(replace(SPEC, dtype=float32, kv_dtype=float32), None) is None
     for head_dim in (80, 96):  # no whole number of the columns that are stored at a time

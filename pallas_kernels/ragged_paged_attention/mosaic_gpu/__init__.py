@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.devices import DEVICES
+from pallas_kernels.devices import DEVICES, device_of_kind
 from pallas_kernels.ragged_paged_attention.layout import KVLayout
 from pallas_kernels.ragged_paged_attention.mosaic_gpu.config import QUERY_ROWS, Blocks, chunk_blocks, decode_blocks
 from pallas_kernels.ragged_paged_attention.mosaic_gpu.schedule import Batch, make_schedule
@@ -26,7 +26,6 @@ if TYPE_CHECKING:  # imported where it is used: jax before 0.12 lacks what it ne
     from pallas_kernels.ragged_paged_attention.mosaic_gpu.kernel import Operands
 
 _SMS = DEVICES["h200"].cores  # blocks of the persistent grid; on a GPU with fewer the rest run after the first
-_HOPPER = ("H100", "H200", "H800", "H20")
 _PAGES, _HEADS = (16, 32, 64, 128, 256), (64, 128, 256)
 _SIMULATED_PAGES, _SIMULATED_HEADS = (8, *_PAGES), (16, 32, 48, 64, 128, 192, 256)  # whole columns of kernel.finish
 
@@ -37,17 +36,20 @@ def unsupported(spec: AttentionSpec, device_kind: str | None) -> str | None:
         return f"{spec.num_heads // spec.num_kv_heads} query heads a kv head, 16 are the most"
     pages, heads = (_SIMULATED_PAGES, _SIMULATED_HEADS) if device_kind is None else (_PAGES, _HEADS)
     if spec.page_size not in pages:
-        return f"page_size={spec.page_size}, {', '.join(map(str, pages))} are possible"
+        return f"page_size={spec.page_size} must be one of {', '.join(map(str, pages))}"
     if spec.head_dim not in heads:
-        return f"head_dim={spec.head_dim}, {', '.join(map(str, heads))} are possible"
+        return f"head_dim={spec.head_dim} must be one of {', '.join(map(str, heads))}"
     dtype, kv_dtype = jnp.dtype(spec.dtype), jnp.dtype(spec.kv_dtype)
     dtypes = ("bfloat16", "float16", "float32") if device_kind is None else ("bfloat16", "float16")
     if dtype.name not in dtypes:
         return f"{dtype.name} queries: the matrix units of the GPU take {' and '.join(dtypes)}"
     if kv_dtype != dtype and kv_dtype.name not in LARGEST:
         return f"{kv_dtype.name} pages with {dtype.name} queries: pages are {', '.join((dtype.name, *LARGEST))}"
-    if device_kind is not None and not any(name in device_kind for name in _HOPPER):
-        return f"{device_kind}: wgmma is an instruction of Hopper GPUs ({', '.join(_HOPPER)})"
+    if device_kind is not None:
+        try:
+            device_of_kind(device_kind)
+        except KeyError as error:
+            return f"{error.args[0]}; the kernel is for Hopper GPUs, which have wgmma"
     return None
 
 
