@@ -15,3 +15,8 @@ class LatentSpec:
     page_size: int
     dtype: jnp.dtype
     kv_dtype: jnp.dtype
+
+    def __post_init__(self):
+        for field in ("num_heads", "latent_dim", "rope_dim", "page_size"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)} must be at least 1")

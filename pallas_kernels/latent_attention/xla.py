@@ -7,6 +7,8 @@ from pallas_kernels.latent_attention.layout import LatentLayout
 from pallas_kernels.latent_attention.spec import LatentSpec
 from pallas_kernels.ragged_paged_attention.xla import attend_pages, slots_of
 
+_FLOATS = ("float32", "bfloat16", "float16")
+
 
 def latent_attention(
     q_latent, q_rope, latent, rope, kv_pages, layer, page_table, kv_lens, cu_q_lens, distribution, *,
@@ -29,8 +31,10 @@ def unsupported(spec: LatentSpec, device_kind: str | None) -> str | None:
     """What keeps this backend from serving `spec`, if anything."""
     if device_kind is not None and device_kind.startswith("TPU"):
         return f"{device_kind}: XLA for TPUs would copy the whole cache to write a token (seen in its memory analysis)"
-    if jnp.dtype(spec.kv_dtype).itemsize == 1:
-        return f"kv_dtype={jnp.dtype(spec.kv_dtype).name}: 8-bit latents are not there yet"
+    for name in ("dtype", "kv_dtype"):
+        dtype = jnp.dtype(getattr(spec, name)).name
+        if dtype not in _FLOATS:
+            return f"{name}={dtype} must be one of {', '.join(_FLOATS)}"
     return None
 
 

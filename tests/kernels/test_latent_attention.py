@@ -243,6 +243,10 @@ def test_the_backend_is_chosen_once():
     assert simulated.choice.simulated and simulated.layout(3, 5).shape == (3, 5, 32, 1152)
     with pytest.raises(ValueError, match="kv_dtype=int8"):
         choose_backend("xla", LatentSpec(**{**SPEC, "kv_dtype": jnp.dtype("int8")}), cpu)
+    with pytest.raises(ValueError, match="dtype=float64 must be one of"):
+        choose_backend("xla", LatentSpec(**{**SPEC, "dtype": np.dtype("float64")}), cpu)
+    with pytest.raises(ValueError, match="page_size=0 must be at least 1"):
+        LatentSpec(**{**SPEC, "page_size": 0})
     with pytest.raises(ValueError, match="would copy the whole cache"):
         choose_backend("xla", LatentSpec(**SPEC), SimpleNamespace(platform="tpu", device_kind="TPU v6 lite"))
 
