@@ -59,8 +59,9 @@ def choose_kernels(config: ModelConfig, rules: AxisRules, dtype: jnp.dtype, *, a
                          f"{rules.mesh.size}")  # fmt: skip
     experts = None
     if (count := config.num_experts) is not None:
+        widths = {layer.moe.width for layer in config.layers if layer.moe is not None}
         held = grouped_matmul.ExpertsSpec(num_experts=count // rules.shards("experts", count), dtype=dtype,
-                                          weight_dtype=dtype)  # fmt: skip
+                                          weight_dtype=dtype, sizes=(config.hidden_size, *widths))  # fmt: skip
         experts = grouped_matmul.choose_backend("auto", held, device)
     return Kernels(attention=chosen, experts=experts)
 

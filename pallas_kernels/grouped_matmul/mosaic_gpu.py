@@ -230,4 +230,6 @@ def unsupported(spec: ExpertsSpec) -> str | None:
         return f"weights of {weights} with rows of {dtype} (it takes {dtype}, {', '.join(map(str, DTYPES))})"
     if spec.scale_group is not None and spec.scale_group % BLOCK_D:
         return f"scales of {spec.scale_group} elements (it takes multiples of {BLOCK_D}, or one a column)"
+    if odd := [size for size in spec.sizes if size % BLOCK_D]:
+        return f"D or F of {odd[0]} (it takes multiples of {BLOCK_D})"
     return None

@@ -10,14 +10,18 @@ class ExpertsSpec:
     """num_experts: held by one device. dtype: of rows and results; weight_dtype: of the stored weights.
 
     scale_group: contracted elements that share a scale; None: one scale a column, or weights that are not quantized.
+    sizes: every D and F of the products, as far as they are known when the backend is chosen.
     """
 
     num_experts: int
     dtype: jnp.dtype
     weight_dtype: jnp.dtype
     scale_group: int | None = None
+    sizes: tuple[int, ...] = ()
 
     def __post_init__(self):
+        if self.scale_group is not None and not self.quantized:
+            raise ValueError(f"scale_group={self.scale_group} is for 8-bit weights, not {self.weight_dtype}")
         for field in ("num_experts", "scale_group"):
             value = getattr(self, field)
             if value is not None and value < 1:

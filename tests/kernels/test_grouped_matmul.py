@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -356,3 +357,18 @@ def test_operands_are_checked(change, message):
                  "group_sizes": jnp.zeros(8, jnp.int32)} | change  # fmt: skip
     with pytest.raises(ValueError, match=message):
         experts.matmul(**arguments)
+
+
+def test_sizes_that_are_known_decide_the_backend(monkeypatch):
+    """On a GPU the kernel's TMA takes multiples of 64; XLA takes over before anything is traced."""
+    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+    h200 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
+    spec = ExpertsSpec(num_experts=8, dtype=jnp.dtype("bfloat16"), weight_dtype=jnp.dtype("bfloat16"), sizes=(2048, 96))
+    odd = choose_backend("auto", spec, h200)
+    assert odd.name == "xla" and "D or F of 96" in str(odd.fallback)
+    assert choose_backend("auto", replace(spec, sizes=(2048, 768)), h200).name == "mosaic_gpu"
+
+
+def test_scales_without_quantized_weights_are_refused():
+    with pytest.raises(ValueError, match="scale_group=64 is for 8-bit weights, not bfloat16"):
+        ExpertsSpec(num_experts=8, dtype=jnp.dtype("bfloat16"), weight_dtype=jnp.dtype("bfloat16"), scale_group=64)
