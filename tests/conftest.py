@@ -1,7 +1,11 @@
 """Before anything imports jax: CPU only, 8 simulated devices, one compilation cache for all test processes."""
 
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 CACHE = Path.home() / ".cache" / "pageloom" / "xla"
 
@@ -11,3 +15,14 @@ os.environ["XLA_FLAGS"] = " ".join(
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "0"
+
+
+@pytest.fixture(autouse=True)
+def forget_programs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Slow tests compile whole engines and meshes: what they compiled would otherwise stay until the process ends."""
+    yield
+    if request.node.get_closest_marker("slow") is not None:
+        import jax  # after the environment above
+
+        gc.collect()
+        jax.clear_caches()
