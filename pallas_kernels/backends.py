@@ -21,6 +21,14 @@ class Choice:
     fallback: str | None  # why the device's own kernel was not taken, where "auto" could not take it
 
 
+def require_positive(spec: Any, *fields: str) -> None:
+    """ValueError that names the first of these sizes that is below 1; None means not given."""
+    for field in fields:
+        value = getattr(spec, field)
+        if value is not None and value < 1:
+            raise ValueError(f"{field}={value} must be at least 1")
+
+
 def choose(kernel: str, name: str, backends: Mapping[str, Unsupported], spec: Any, device: Any) -> Choice:
     """`name` is one of `backends` or "auto": the jax device's own kernel where it supports the spec, else "xla".
 

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from pallas_kernels.backends import require_positive
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsSpec:
@@ -22,10 +24,7 @@ class ExpertsSpec:
     def __post_init__(self):
         if self.scale_group is not None and not self.quantized:
             raise ValueError(f"scale_group={self.scale_group} is for 8-bit weights, not {self.weight_dtype}")
-        for field in ("num_experts", "scale_group"):
-            value = getattr(self, field)
-            if value is not None and value < 1:
-                raise ValueError(f"{field}={value} must be at least 1")
+        require_positive(self, "num_experts", "scale_group")
 
     @property
     def quantized(self) -> bool:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from pallas_kernels.backends import require_positive
+
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSpec:
@@ -17,6 +19,4 @@ class LatentSpec:
     kv_dtype: jnp.dtype
 
     def __post_init__(self):
-        for field in ("num_heads", "latent_dim", "rope_dim", "page_size"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
+        require_positive(self, "num_heads", "latent_dim", "rope_dim", "page_size")

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from pallas_kernels.backends import require_positive
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
@@ -17,8 +19,6 @@ class AttentionSpec:
     kv_dtype: jnp.dtype
 
     def __post_init__(self):
-        for field in ("num_heads", "num_kv_heads", "head_dim", "page_size"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
+        require_positive(self, "num_heads", "num_kv_heads", "head_dim", "page_size")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")

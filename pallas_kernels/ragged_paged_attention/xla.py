@@ -212,7 +212,7 @@ def _write(k, v, kv_pages: KVPages, layer, page_table, kv_lens, cu_q_lens, distr
 def slots_of(num_tokens: int, page_size: int, page_table, kv_lens, cu_q_lens, distribution):
     """Page [T] and place in it [T] of every new token; those of padding tokens lie in page 0."""
     token = jnp.arange(num_tokens)
-    row = jnp.searchsorted(cu_q_lens[1:], token, side="right")
+    row = jnp.searchsorted(cu_q_lens[1:], token, side="right", method="compare_all")  # one fusion, no loop
     real = row < distribution[2]
     row = jnp.minimum(row, kv_lens.shape[0] - 1)
     index = kv_lens[row] - cu_q_lens[row + 1] + token

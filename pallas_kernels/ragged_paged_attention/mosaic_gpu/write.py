@@ -10,23 +10,18 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ragged_paged_attention.layout import KVPages
+from pallas_kernels.ragged_paged_attention.xla import slots_of
 from quant.kv import QuantizedPages, quantize_rows
 
 
 def write(k, v, kv_pages: KVPages, layer, page_table, kv_lens, cu_q_lens, distribution) -> KVPages:
     """Arguments of `api.AttentionFn`; padding tokens go to page 0."""
     values = kv_pages.values if isinstance(kv_pages, QuantizedPages) else kv_pages
-    page_size = values.shape[4]
-    token = jnp.arange(k.shape[0])
-    row = jnp.searchsorted(cu_q_lens[1:], token, side="right", method="compare_all")  # one fusion, no loop
-    real = row < distribution[2]
-    row = jnp.minimum(row, kv_lens.shape[0] - 1)
-    place = jnp.where(real, kv_lens[row] - cu_q_lens[row + 1] + token, 0)
-    page = jnp.where(real, page_table[row, place // page_size], 0)
+    page, slot = slots_of(k.shape[0], values.shape[4], page_table, kv_lens, cu_q_lens, distribution)
     new = jnp.stack([k, v], axis=1)  # [T, 2, K, H]
 
     def put(paged: jax.Array, rows: jax.Array) -> jax.Array:
-        where = paged.at[layer, page, :, :, place % page_size]
+        where = paged.at[layer, page, :, :, slot]
         return where.set(rows.astype(paged.dtype), mode="promise_in_bounds")
 
     if isinstance(kv_pages, QuantizedPages):
