@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,11 +21,12 @@ class RowPlan:
     """
 
     request_id: str
-    slot: int  # this sequence's index in the device state arrays, 0 .. max_num_seqs - 1
+    slot: int  # this sequence's index in its group's device state arrays, 0 .. max_num_seqs - 1
     token_ids: Tokens | None
     start: int
     num_tokens: int
-    page_ids: np.ndarray  # int32, pages of positions 0 .. start + num_tokens - 1, in order (a view: not to be kept)
+    # int32, the group's pages of positions 0 .. start + num_tokens - 1, in order (a view: not to be kept)
+    page_ids: np.ndarray
     sampling: SamplingParams
     samples: bool  # the row's last token is the newest known: sample its successor
     output_index: int  # index of the sampled token among the sequence's output tokens (feeds the seed)
@@ -52,16 +54,33 @@ class SlotUpdate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepPlan:
-    """Rows with one token come first (`num_decode` of them); the rest are chunks of prompts."""
+class GroupPlan:
+    """One data group's share of a step: rows with one token come first (`num_decode` of them), the rest are chunks of
+    prompts. Slots and pages are the group's own."""
 
-    rows: list[RowPlan]
-    num_decode: int
+    rows: list[RowPlan] = field(default_factory=list)
+    num_decode: int = 0
     slot_updates: list[SlotUpdate] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
         return sum(row.num_tokens for row in self.rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """What all data groups do in one step. A group without rows only pads along."""
+
+    groups: list[GroupPlan]  # always one for each of the runner's groups
+
+    @cached_property
+    def rows(self) -> list[RowPlan]:
+        """All rows, group after group."""
+        return [row for group in self.groups for row in group.rows]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(group.num_tokens for group in self.groups)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +95,11 @@ class StepResult:
 
 
 class Runner(Protocol):
-    """Executes plans in the order of dispatch. One plan may be in flight while the next is dispatched."""
+    """Executes plans in the order of dispatch. One plan may be in flight while the next is dispatched.
 
+    `num_pages`, `max_num_seqs` and `max_num_batched_tokens` are of each data group."""
+
+    num_groups: int
     page_size: int
     num_pages: int
     max_num_seqs: int

@@ -23,7 +23,7 @@ from serving.engine.sampling_state import sampling_state
 from serving.engine.scheduler_config import SchedulerConfig
 from serving.engine.sequence import Sequence
 from serving.engine.shared_prefixes import Leaders, follows_leader
-from serving.engine.step import Step, StepBuilder
+from serving.engine.step import GroupBuilder, Step
 from serving.errors import InvalidRequest, Overloaded
 from serving.kv.cache import KVCache, Match
 from serving.request import EngineRequest, EngineStats, FinishReason, Logprobs, TokenEvent
@@ -99,7 +99,7 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """Plans the next step, to be dispatched at once; None if there is nothing to run now."""
-        builder = StepBuilder(self.config.max_num_batched_tokens, self.config.page_size)
+        builder = GroupBuilder(self.config.max_num_batched_tokens, self.config.page_size)
         prefills, short_of_pages = self._add_decodes(builder)
         for seq in prefills:
             if builder.budget:
@@ -108,7 +108,7 @@ class Scheduler:
             self._admit_waiting(builder)
         for seq in builder.prefilled:  # not before the step is planned: pages may be read by later steps only
             self.kv.publish(seq.table, seq.tokens, seq.num_computed)
-        return builder.build()
+        return Step.of([builder])
 
     def update(self, step: Step, result: StepResult) -> list[TokenEvent]:
         """Takes in the results of a step, in the order of scheduling."""
@@ -152,7 +152,7 @@ class Scheduler:
 
     # ---- planning
 
-    def _add_decodes(self, builder: StepBuilder) -> tuple[list[Sequence], bool]:
+    def _add_decodes(self, builder: GroupBuilder) -> tuple[list[Sequence], bool]:
         """Gives every decoding sequence its token. Returns the sequences that still have a chunk of tokens to compute,
         and whether pages ran short."""
         prefills: list[Sequence] = []
@@ -189,7 +189,7 @@ class Scheduler:
                 return True
         return False
 
-    def _admit_waiting(self, builder: StepBuilder) -> None:
+    def _admit_waiting(self, builder: GroupBuilder) -> None:
         leaders = Leaders(self.config.page_size)
         for seq in builder.prefilled:
             leaders.add(seq)
@@ -221,7 +221,7 @@ class Scheduler:
 
     # ---- life of a sequence
 
-    def _enter_running(self, builder: StepBuilder, seq: Sequence) -> None:
+    def _enter_running(self, builder: GroupBuilder, seq: Sequence) -> None:
         seq.slot = self._free_slots.pop()
         seq.num_computed = seq.table.num_shared * self.config.page_size
         insort(self._running, seq, key=_rank)

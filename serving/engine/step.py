@@ -1,10 +1,10 @@
-"""The step being planned: rows are added to it one by one, then it becomes a `StepPlan`."""
+"""The step being planned: rows are added to each data group's share one by one, then it becomes a `StepPlan`."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from serving.engine.plan import RowPlan, SlotUpdate, StepPlan
+from serving.engine.plan import GroupPlan, RowPlan, SlotUpdate, StepPlan
 from serving.engine.sequence import Sequence
 
 
@@ -15,9 +15,18 @@ class Step:
     plan: StepPlan
     sequences: list[Sequence]
 
+    @classmethod
+    def of(cls, shares: list["GroupBuilder"]) -> "Step | None":
+        """The shares of all data groups, in order; None if there is no row in any."""
+        if not any(share.num_rows for share in shares):
+            return None
+        plan = StepPlan(groups=[share.plan() for share in shares])
+        return cls(plan, [seq for share in shares for seq in share.sequences])
 
-class StepBuilder:
-    """`budget` is what remains of the step's tokens. `prefilled`: sequences that got a chunk of their known tokens."""
+
+class GroupBuilder:
+    """One data group's share. `budget` is what remains of its tokens; `prefilled`: sequences that got a chunk of their
+    known tokens."""
 
     def __init__(self, budget: int, page_size: int):
         self.budget = budget
@@ -65,9 +74,14 @@ class StepBuilder:
         seq.num_computed = end
         seq.num_pending += samples
 
-    def build(self) -> Step | None:
-        rows = self._short + self._long
-        if not rows:
-            return None
-        plan = StepPlan(rows=[row for _, row in rows], num_decode=len(self._short), slot_updates=self.slot_updates)
-        return Step(plan, [seq for seq, _ in rows])
+    @property
+    def num_rows(self) -> int:
+        return len(self._short) + len(self._long)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [seq for seq, _ in self._short + self._long]
+
+    def plan(self) -> GroupPlan:
+        rows = [row for _, row in self._short + self._long]
+        return GroupPlan(rows=rows, num_decode=len(self._short), slot_updates=self.slot_updates)

@@ -78,7 +78,8 @@ class Packer:
         """A fresh vector (the device may still read the last one). Padding rows use the spare slot and no tokens."""
         vector = np.zeros(packed_size(shape, self.row_pages), np.int32)
         part = _split(vector, shape, self.row_pages)
-        rows, count = plan.rows, len(plan.rows)
+        (group,) = plan.groups
+        rows, count = group.rows, len(group.rows)
         slots = [row.slot for row in rows]
         for row in rows:
             if self._owner[row.slot] != row.request_id:
@@ -93,7 +94,7 @@ class Packer:
         part["kv_lens"][:count] = [row.start + row.num_tokens for row in rows]
         part["cu_q_lens"][1 : count + 1] = np.cumsum(lengths)
         part["cu_q_lens"][count + 1 :] = part["cu_q_lens"][count]
-        part["distribution"][:] = (plan.num_decode, plan.num_decode, count)
+        part["distribution"][:] = (group.num_decode, group.num_decode, count)
         at = 0
         for index, row in enumerate(rows):
             part["page_table"][index, : len(row.page_ids)] = row.page_ids

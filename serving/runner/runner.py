@@ -16,7 +16,7 @@ from model.build import Kernels
 from model.sampling import BANNED, SamplingState, TokenLogprobs
 from model.transformer import Transformer
 from serving.config import MAX_LOGPROBS
-from serving.engine.plan import SlotUpdate, StepPlan, StepResult
+from serving.engine.plan import GroupPlan, SlotUpdate, StepPlan, StepResult
 from serving.errors import ConfigError
 from serving.request import Logprobs
 from serving.runner.compiler import CompileCounter, compile_all, compile_step
@@ -54,6 +54,8 @@ class _InFlight:
 
 class ModelRunner:
     """See `serving.engine.plan.Runner`, which this implements."""
+
+    num_groups = 1
 
     def __init__(self, model: Transformer, config: RunnerConfig, kernels: Kernels):
         self._model_structure, params = nnx.split(model)
@@ -172,7 +174,7 @@ class ModelRunner:
     def _warm_up(self) -> None:
         """Runs every executable once, on padding only."""
         for shape in self.shapes:
-            packed = self._packer.pack(StepPlan(rows=[], num_decode=0), shape, self._biased)
+            packed = self._packer.pack(StepPlan(groups=[GroupPlan()]), shape, self._biased)
             self._state, outputs = self._steps[shape](self._params, self._state, packed)
             jax.tree.map(np.asarray, outputs)
         self._write_slot(self.max_num_seqs, *(np.zeros(self.vocab_size, t) for t in (np.float32, bool, np.int32)))
@@ -181,7 +183,8 @@ class ModelRunner:
 
     def dispatch(self, plan: StepPlan) -> _InFlight:
         started = time.perf_counter()
-        for update in plan.slot_updates:
+        (group,) = plan.groups
+        for update in group.slot_updates:
             self._update_slot(update)
         num_tokens = plan.num_tokens
         shape = pick_shape(self.shapes, num_tokens, len(plan.rows))

@@ -7,6 +7,7 @@ ban or a count that is missing: each fails here, in `dispatch`.
 
 import zlib
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -69,21 +70,31 @@ class SlotState:
     last_token: int = -1
 
 
+class Group:
+    """A data group's memory: its pages and its slots."""
+
+    def __init__(self, num_pages: int, page_size: int, max_num_seqs: int):
+        self.kv = np.full((num_pages, page_size), -1, np.int64)
+        self.slots = [SlotState() for _ in range(max_num_seqs)]
+        self.before: np.ndarray = self.kv  # at the start of the step
+        self.written: dict[tuple[int, int], str] = {}  # in the step, and by whom
+
+
 class FakeRunner:
     def __init__(
         self,
         *,
+        num_groups: int = 1,
         num_pages: int = 64,
         page_size: int = 4,
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 32,
         max_model_len: int = 64,
     ):
-        self.num_pages, self.page_size = num_pages, page_size
+        self.num_groups, self.num_pages, self.page_size = num_groups, num_pages, page_size
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_model_len, self.vocab_size = max_model_len, VOCAB
-        self.kv = np.full((num_pages, page_size), -1, np.int64)
-        self.slots = [SlotState() for _ in range(max_num_seqs)]
+        self.groups = [Group(num_pages, page_size, max_num_seqs) for _ in range(num_groups)]
         self.requests: dict[str, tuple[EngineRequest, list[int]]] = {}
         self.tokens_computed = 0
         self.steps = 0
@@ -96,14 +107,15 @@ class FakeRunner:
     def dispatch(self, plan: StepPlan) -> tuple[int, StepResult]:
         assert self._dispatched - self._fetched <= 1, "more than one step in flight"
         self._check_shape(plan)
-        for update in plan.slot_updates:
-            self._apply(update)
-        before, written = self.kv.copy(), {}
-        for row in plan.rows:
-            self._write(row, written)
-        for row in plan.rows:
-            self._check_reads(row, before, set(written))
-        tokens = [self._sample(row) if row.samples else -1 for row in plan.rows]
+        for group, its_plan in zip(self.groups, plan.groups, strict=True):
+            group.before, group.written = group.kv.copy(), {}
+            for update in its_plan.slot_updates:
+                self._apply(group, update)
+        for group, row in self._rows(plan):
+            self._write(group, row)
+        for group, row in self._rows(plan):
+            self._check_reads(group, row)
+        tokens = [self._sample(group, row) if row.samples else -1 for group, row in self._rows(plan)]
         handle = self._dispatched
         self._dispatched += 1
         self.steps += 1
@@ -130,41 +142,47 @@ class FakeRunner:
     def stats(self) -> dict[str, float]:
         return {"compile_misses": 0, "pack_seconds": 0.0, "dispatch_seconds": 0.0, "padding_tokens": 0}
 
-    def _check_shape(self, plan: StepPlan) -> None:
-        assert 0 < plan.num_tokens <= self.max_num_batched_tokens, "the step is over its budget"
-        lengths = [row.num_tokens for row in plan.rows]
-        assert all(n == 1 for n in lengths[: plan.num_decode]) and all(n > 1 for n in lengths[plan.num_decode :])
-        slots = [row.slot for row in plan.rows]
-        assert len(set(slots)) == len(slots) and all(0 <= slot < self.max_num_seqs for slot in slots)
+    def _rows(self, plan: StepPlan) -> Iterator[tuple[Group, RowPlan]]:
+        return ((group, row) for group, its in zip(self.groups, plan.groups, strict=True) for row in its.rows)
 
-    def _tokens(self, row: RowPlan) -> list[int]:
+    def _check_shape(self, plan: StepPlan) -> None:
+        assert plan.num_tokens == sum(row.num_tokens for row in plan.rows) > 0
+        assert len({row.request_id for row in plan.rows}) == len(plan.rows)
+        for group in plan.groups:
+            assert group.num_tokens <= self.max_num_batched_tokens, "the step is over its budget"
+            lengths = [row.num_tokens for row in group.rows]
+            assert all(n == 1 for n in lengths[: group.num_decode]) and all(n > 1 for n in lengths[group.num_decode :])
+            slots = [row.slot for row in group.rows]
+            assert len(set(slots)) == len(slots) and all(0 <= slot < self.max_num_seqs for slot in slots)
+
+    def _tokens(self, group: Group, row: RowPlan) -> list[int]:
         """What the row feeds, checked against the sequence's true tokens where it has them (a row after a stop token
         that the host had not seen goes past them)."""
         true = self.requests[row.request_id][1]
-        fed = [self.slots[row.slot].last_token] if row.token_ids is None else [int(t) for t in row.token_ids]
+        fed = [group.slots[row.slot].last_token] if row.token_ids is None else [int(t) for t in row.token_ids]
         assert len(fed) == row.num_tokens
         expected = true[row.start : row.start + row.num_tokens]
         assert fed[: len(expected)] == expected, f"{row.request_id} feeds wrong tokens at {row.start}"
         return fed
 
-    def _write(self, row: RowPlan, written: dict[tuple[int, int], str]) -> None:
+    def _write(self, group: Group, row: RowPlan) -> None:
         assert len(row.page_ids) == -(-(row.start + row.num_tokens) // self.page_size)
         assert len(set(row.page_ids.tolist())) == len(row.page_ids) and 0 not in row.page_ids
-        for position, token in enumerate(self._tokens(row), row.start):
+        for position, token in enumerate(self._tokens(group, row), row.start):
             where = int(row.page_ids[position // self.page_size]), position % self.page_size
-            assert where not in written, f"{row.request_id} and {written.get(where)} write the same place"
-            written[where] = row.request_id
-            self.kv[where] = token
+            other = group.written.setdefault(where, row.request_id)
+            assert other == row.request_id, f"{row.request_id} and {other} write the same place"
+            group.kv[where] = token
 
-    def _check_reads(self, row: RowPlan, before: np.ndarray, written: set[tuple[int, int]]) -> None:
+    def _check_reads(self, group: Group, row: RowPlan) -> None:
         true = self.requests[row.request_id][1]
         for position in range(min(row.start, len(true))):
             where = int(row.page_ids[position // self.page_size]), position % self.page_size
-            assert where not in written, f"{row.request_id} reads what this very step writes"
-            assert before[where] == true[position], f"{row.request_id} reads a foreign token at {position}"
+            assert where not in group.written, f"{row.request_id} reads what this very step writes"
+            assert group.before[where] == true[position], f"{row.request_id} reads a foreign token at {position}"
 
-    def _apply(self, update: SlotUpdate) -> None:
-        state = self.slots[update.slot]
+    def _apply(self, group: Group, update: SlotUpdate) -> None:
+        state = group.slots[update.slot]
         state.banned = frozenset(update.banned_token_ids)
         state.allowed = None if update.allowed_token_ids is None else frozenset(update.allowed_token_ids)
         state.logit_bias = dict(update.logit_bias)
@@ -174,9 +192,9 @@ class FakeRunner:
         else:
             assert len(update.prompt_token_ids) == 0 and len(update.output_token_ids) == 0
 
-    def _sample(self, row: RowPlan) -> int:
+    def _sample(self, group: Group, row: RowPlan) -> int:
         request, true = self.requests[row.request_id]
-        state, outputs = self.slots[row.slot], true[len(request.prompt_token_ids) :]
+        state, outputs = group.slots[row.slot], true[len(request.prompt_token_ids) :]
         index = row.output_index
         assert index == row.start + row.num_tokens - len(request.prompt_token_ids)
         assert row.sampling is request.sampling or row.sampling == request.sampling

@@ -30,6 +30,8 @@ def outputs(seed: int, count: int) -> list[int]:
 
 
 class SeedRunner:
+    num_groups = 1
+
     def __init__(self, config: EngineConfig, step_seconds: float):
         self.page_size = config.block_size or 16
         self.num_pages = config.num_pages or 512

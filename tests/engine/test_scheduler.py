@@ -29,7 +29,7 @@ def test_decodes_come_first_and_chunks_share_the_rest():
     assert rows(harness.step()) == {"short": 1, "long": 9}
     step = harness.step()
     assert rows(step) == {"short": 1, "long": 1, "next": 8}
-    assert step.plan.num_decode == 2 and [row.num_tokens for row in step.plan.rows] == [1, 1, 8]
+    assert step.plan.groups[0].num_decode == 2 and [row.num_tokens for row in step.plan.rows] == [1, 1, 8]
     harness.run()
 
 
@@ -258,7 +258,8 @@ def test_abort_all_says_why():
 
 
 def updates(harness: Harness) -> list[tuple[int, object]]:
-    return [(i, update) for i, step in enumerate(harness.plans) for update in step.plan.slot_updates]
+    groups = [(i, group) for i, step in enumerate(harness.plans) for group in step.plan.groups]
+    return [(i, update) for i, group in groups for update in group.slot_updates]
 
 
 def test_plain_requests_send_no_updates():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.engine.plan import RowPlan, StepPlan
+from serving.engine.plan import GroupPlan, RowPlan, StepPlan
 from serving.errors import ConfigError
 from serving.request import SamplingParams
 from serving.runner.memory import MemoryPlan
@@ -46,6 +46,10 @@ def row(slot: int, start: int, tokens, **fields) -> RowPlan:
                            page_ids=pages, sampling=sampling, samples=True, output_index=start) | fields))  # fmt: skip
 
 
+def one_group(**plan) -> StepPlan:
+    return StepPlan(groups=[GroupPlan(**plan)])
+
+
 def unpacked(packer: Packer, plan: StepPlan, shape: StepShape, biased=(False,) * 4):
     vector = packer.pack(plan, shape, biased)
     return jax.tree.map(np.asarray, jax.jit(lambda v: unpack(v, shape, ROW_PAGES))(vector))
@@ -54,7 +58,7 @@ def unpacked(packer: Packer, plan: StepPlan, shape: StepShape, biased=(False,) *
 def test_round_trip():
     packer = Packer(max_num_seqs=4, row_pages=ROW_PAGES)
     sampling = SamplingParams(temperature=0.7, top_k=-1, top_p=0.9, min_p=0.1, seed=-3, frequency_penalty=-1.5)
-    plan = StepPlan(num_decode=2, rows=[
+    plan = one_group(num_decode=2, rows=[
         row(3, 40, None, sampling=sampling), row(0, 7, [123]), row(1, 16, [5, 6, 7], samples=False),
     ])  # fmt: skip
     got = unpacked(packer, plan, StepShape(8, 4))
@@ -79,16 +83,17 @@ def test_round_trip():
 def test_flags_follow_only_rows_that_sample():
     packer = Packer(max_num_seqs=4, row_pages=ROW_PAGES)
     asks = SamplingParams(temperature=1.0, top_k=5, logprobs=2, presence_penalty=1.0)
-    plan = StepPlan(num_decode=0, rows=[row(0, 0, [1, 2], sampling=asks, samples=False)])
+    plan = one_group(num_decode=0, rows=[row(0, 0, [1, 2], sampling=asks, samples=False)])
     flags = unpacked(packer, plan, StepShape(8, 4), biased=(True, False, False, False)).flags
     assert flags.biased and not (flags.random or flags.top_k or flags.logprobs or flags.penalized)
 
 
 def test_a_slot_forgets_its_last_owner():
     packer = Packer(max_num_seqs=4, row_pages=ROW_PAGES)
-    first = StepPlan(num_decode=1, rows=[row(0, 3, [1], sampling=SamplingParams(temperature=0.25))])
+    first = one_group(num_decode=1, rows=[row(0, 3, [1], sampling=SamplingParams(temperature=0.25))])
     unpacked(packer, first, StepShape(2, 2))
-    second = StepPlan(num_decode=1, rows=[row(0, 3, [1], request_id="other", sampling=SamplingParams(temperature=2.0))])
+    other = row(0, 3, [1], request_id="other", sampling=SamplingParams(temperature=2.0))
+    second = one_group(num_decode=1, rows=[other])
     assert unpacked(packer, second, StepShape(2, 2)).rows.temperature[0] == 2.0
 
 
