@@ -2,11 +2,13 @@
 
 A branch of one compiled step (`lax.cond`), not a compiled variant, holds each option, so the set of shapes stays small.
 Nothing depends on the other rows of a batch: a row's random number comes from its seed and output index alone.
+Nor does it depend on how many devices hold the vocabulary: each works on its slice of logits, and only what a row is
+reduced to is exchanged (`Vocabulary`). The flags must be the same on all devices: their branches have collectives.
 
-Axis letters: S rows, V vocab, U slots.
+Axis letters: S rows, V vocab, v tokens of this device's slice of it (all, on one device), U slots.
 """
 
-import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -14,8 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from model.vocabulary import Vocabulary
+
 BANNED = -1e30  # added to a logit: finite, so that no arithmetic on it gives NaN
 _LANES = 128
+_DIGIT_BITS = {True: 1, False: 4}  # of a threshold found at once. Is the vocabulary whole? Then fewer passes are faster
 
 
 class SamplingRows(NamedTuple):
@@ -50,9 +55,9 @@ class SamplingState(NamedTuple):
     """Per slot, on the device. A branch reads the rows of all slots in its step, so a slot whose owner uses no option
     must be neutral: the scheduler sends an update that cleans it before a new owner runs."""
 
-    bias: Float[Array, "U V"]  # logit_bias, allowed and banned tokens
-    prompt_seen: Bool[Array, "U V"]
-    output_counts: Int[Array, "U V"]
+    bias: Float[Array, "U v"]  # logit_bias, allowed and banned tokens
+    prompt_seen: Bool[Array, "U v"]
+    output_counts: Int[Array, "U v"]
 
 
 class TokenLogprobs(NamedTuple):
@@ -65,60 +70,62 @@ class TokenLogprobs(NamedTuple):
 
 
 def sample(
-    logits: Float[Array, "S V"], rows: SamplingRows, flags: SamplingFlags, state: SamplingState, *, num_logprobs: int
-) -> tuple[Int[Array, " S"], TokenLogprobs, SamplingState]:
+    logits: Float[Array, "S v"], rows: SamplingRows, flags: SamplingFlags, state: SamplingState, *, num_logprobs: int,
+    vocabulary: Vocabulary,
+) -> tuple[Int[Array, " S"], TokenLogprobs, SamplingState]:  # fmt: skip
     """The next token of every row, its log-probabilities (zeros unless asked for), and the state after counting it.
 
     Order of options, as in vLLM: bias, penalties, temperature, min_p, top_k, top_p.
     """
     shaped = lax.cond(flags.biased, lambda x: x + state.bias[rows.slot], lambda x: x, logits)
     shaped = lax.cond(flags.penalized, lambda x: _penalize(x, rows, state), lambda x: x, shaped)
-    greedy = argmax(shaped)
+    most, greedy = vocabulary.best(shaped)
     token = lax.cond(
         flags.random,
-        lambda x: jnp.where(rows.temperature > 0, _draw(x, rows, flags), greedy),
+        lambda x: jnp.where(rows.temperature > 0, _draw(x, most, rows, flags, vocabulary), greedy),
         lambda x: greedy,
         shaped,
     )
     counts = lax.cond(
         flags.penalized,
-        lambda counts: counts.at[rows.slot, token].add(rows.samples.astype(counts.dtype)),
+        lambda counts: _count(counts, token, rows, vocabulary),
         lambda counts: counts,
         state.output_counts,
     )
     empty = _no_logprobs(logits.shape[0], num_logprobs)
     logprobs = lax.cond(
-        flags.logprobs, lambda: token_logprobs(logits, token, num_logprobs=num_logprobs), lambda: empty
+        flags.logprobs,
+        lambda: token_logprobs(logits, token, num_logprobs=num_logprobs, vocabulary=vocabulary),
+        lambda: empty,
     )
     return token, logprobs, state._replace(output_counts=counts)
 
 
-def argmax(x: Float[Array, "S V"]) -> Int[Array, " S"]:
-    """The first index of each row's maximum. Two plain reductions: several times faster on CPU than jnp.argmax."""
-    vocab = x.shape[-1]
-    index = jnp.where(x == x.max(-1, keepdims=True), jnp.arange(vocab), vocab).min(-1)
-    return jnp.minimum(index, vocab - 1)  # a row of NaN has no maximum
-
-
-def token_logprobs(logits: Float[Array, "S V"], token: Int[Array, " S"], *, num_logprobs: int) -> TokenLogprobs:
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
-    chosen = jnp.take_along_axis(logprobs, token[:, None], axis=-1)
-    rank = 1 + (logprobs > chosen).sum(-1, dtype=jnp.int32)
-    top, ids = lax.top_k(logprobs, num_logprobs)
-    return TokenLogprobs(chosen[:, 0], rank, ids.astype(jnp.int32), top)
+def token_logprobs(
+    logits: Float[Array, "S v"], token: Int[Array, " S"], *, num_logprobs: int, vocabulary: Vocabulary
+) -> TokenLogprobs:
+    """Three collectives: the maximum, the sum with the chosen one's, the best with the rank."""
+    shifted = logits - vocabulary.max(logits.max(-1))[:, None]
+    total, chosen = vocabulary.sum(jnp.stack([jnp.exp(shifted).sum(-1), vocabulary.pick(shifted, token)]))
+    log_total = jnp.log(total)
+    logprobs, chosen = shifted - log_total[:, None], chosen - log_total
+    better = (logprobs > chosen[:, None]).sum(-1, dtype=jnp.int32)
+    top, ids, better = vocabulary.top_k(logprobs, num_logprobs, better)
+    return TokenLogprobs(chosen, 1 + better, ids, top)
 
 
 def prompt_logprobs(
-    hidden: Float[Array, "T D"], targets: Int[Array, " T"], wanted: Bool[Array, ""], project, *, num_logprobs: int
-) -> TokenLogprobs:
-    """Log-probabilities of every token's successor, a few tokens at a time: [T, V] logits never exist at once."""
+    hidden: Float[Array, "T D"], targets: Int[Array, " T"], wanted: Bool[Array, ""],
+    project: Callable[[Float[Array, "S D"]], Float[Array, "S v"]], *, num_logprobs: int, vocabulary: Vocabulary,
+) -> TokenLogprobs:  # fmt: skip
+    """Log-probabilities of every token's successor, a few tokens at a time: [T, v] logits never exist at once."""
     num_tokens = hidden.shape[0]
     chunk = min(16, num_tokens)
     if num_tokens % chunk:
         raise ValueError(f"{num_tokens=} must be a multiple of {chunk}")
 
     def some(inputs):
-        return token_logprobs(project(inputs[0]), inputs[1], num_logprobs=num_logprobs)
+        return token_logprobs(project(inputs[0]), inputs[1], num_logprobs=num_logprobs, vocabulary=vocabulary)
 
     def every() -> TokenLogprobs:
         parts = lax.map(some, (hidden.reshape(-1, chunk, hidden.shape[-1]), targets.reshape(-1, chunk)))
@@ -142,60 +149,72 @@ def _penalize(logits, rows: SamplingRows, state: SamplingState):
     return logits - rows.presence_penalty[:, None] * (counts > 0)
 
 
-def _draw(logits, rows: SamplingRows, flags: SamplingFlags):
-    """One token a row from softmax(logits / temperature), filtered by min_p, top_k and top_p.
+def _count(counts, token, rows: SamplingRows, vocabulary: Vocabulary):
+    place, mine = vocabulary.here(token)
+    return counts.at[rows.slot, place].add((rows.samples & mine).astype(counts.dtype))
 
-    The filters look for a threshold, by bisection over the bits of the distance to the best logit: exact, without a
-    sort, and ties at the threshold stay in.
+
+def _draw(logits, most, rows: SamplingRows, flags: SamplingFlags, vocabulary: Vocabulary):
+    """One token a row from softmax(logits / temperature), filtered by min_p, top_k and top_p. most: of each row.
+
+    The filters look for a threshold, digit by digit of the distance to the best logit: exact, without a sort, and ties
+    at the threshold stay in.
     """
-    distance = _in_lanes(logits.max(-1, keepdims=True) - logits, fill=jnp.inf)  # [S, V / 128, 128], >= 0
+    distance = _in_lanes(most[:, None] - logits, fill=jnp.inf)  # [S, v / 128, 128], >= 0
     temperature = jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None, None]
     weight = jnp.exp(-distance / temperature)  # the best token weighs 1
     weight = jnp.where(weight >= rows.min_p[:, None, None], weight, 0.0)
 
     def top_k(weight):
-        wanted = jnp.where(rows.top_k > 0, rows.top_k, logits.shape[-1]).astype(jnp.float32)
-        return _keep_nearest(weight, distance, jnp.ones_like(weight), wanted)
+        wanted = jnp.where(rows.top_k > 0, rows.top_k, vocabulary.size).astype(jnp.float32)
+        return _keep_nearest(weight, distance, jnp.ones_like(weight), wanted, vocabulary)
 
     def top_p(weight):
-        wanted = jnp.where(rows.top_p < 1, rows.top_p * _row_sum(weight), jnp.inf)
-        return _keep_nearest(weight, distance, weight, wanted)
+        wanted = jnp.where(rows.top_p < 1, rows.top_p * vocabulary.sum(_row_sum(weight)), jnp.inf)
+        return _keep_nearest(weight, distance, weight, wanted, vocabulary)
 
     weight = lax.cond(flags.top_k, top_k, lambda w: w, weight)
     weight = lax.cond(flags.top_p, top_p, lambda w: w, weight)
-    return _race(weight, rows)
+    return _race(weight, rows, vocabulary)
 
 
-def _keep_nearest(weight, distance, amount, wanted):
-    """Zeroes the weights beyond the smallest distance within which `amount` sums to at least `wanted`."""
-    bits = lax.bitcast_convert_type(distance, jnp.int32)  # ordered like the distances, which are not negative
+def _keep_nearest(weight, distance, amount, wanted, vocabulary: Vocabulary):
+    """Zeroes the weights beyond the smallest distance within which `amount` sums to at least `wanted`.
 
-    def halve(_, bounds):
-        low, high = bounds  # too small, large enough
-        middle = low + (high - low) // 2
-        enough = _row_sum(jnp.where(bits <= middle[:, None, None], amount, 0.0)) >= wanted
-        return jnp.where(enough, low, middle), jnp.where(enough, middle, high)
+    Distances are not negative, so their bits have their order. A digit of the limit's bits is how many of the numbers
+    that end a digit's range, the rest being ones, are not enough. A collective a digit.
+    """
+    width = _DIGIT_BITS[vocabulary.axis is None]
+    bits = lax.bitcast_convert_type(distance, jnp.uint32)
+    ends = jnp.arange(1, 1 << width, dtype=jnp.uint32)[:, None]  # [digits, 1]
 
-    infinity = jnp.full(distance.shape[0], 0x7F800000, jnp.int32)
-    _, limit = lax.fori_loop(0, 31, halve, (jnp.full_like(infinity, -1), infinity))
+    def add_digit(place, limit):
+        unit = jnp.uint32(1) << (32 - width - place * width).astype(jnp.uint32)
+        at_most = limit + ends * unit - 1  # [digits, S]
+        sums = _row_sum(jnp.where(bits <= at_most[:, :, None, None], amount, 0.0))
+        return limit + (vocabulary.sum(sums) < wanted).sum(0, dtype=jnp.uint32) * unit
+
+    limit = lax.fori_loop(0, 32 // width, add_digit, jnp.zeros(len(weight), jnp.uint32))
     return jnp.where(bits <= limit[:, None, None], weight, 0.0)
 
 
-def _race(weight, rows: SamplingRows):
+def _race(weight, rows: SamplingRows, vocabulary: Vocabulary):
     """A token a row with probability weight / sum(weight): the least of V exponential variables with these rates.
 
     This is the Gumbel trick without its first logarithm. It flips only where two tokens tie, so the tiny differences of
     logits between step shapes do not change what a seed gives; inverting a cumulative sum over 50,000 tokens did,
     in half a percent of draws.
     """
-    chance = _chances(rows, weight.shape[1:])
-    arrival = -jnp.log1p(-chance) / weight
+    place = jnp.arange(weight[0].size, dtype=jnp.uint32).reshape(weight.shape[1:])
+    chance = _chances(rows, place + jnp.uint32(vocabulary.first))
+    # A chance that rounds to 1 comes last, but before what was filtered out.
+    arrival = jnp.minimum(-jnp.log1p(-chance) / weight, jnp.finfo(jnp.float32).max)
     arrival = jnp.where(weight > 0, arrival, jnp.inf)
-    return argmax(-arrival.reshape(weight.shape[0], -1))
+    return vocabulary.best(-arrival.reshape(weight.shape[0], -1))[1]
 
 
-def _chances(rows: SamplingRows, shape: tuple[int, ...]):
-    """Numbers in (0, 1) [S, *shape], from each row's seed and output index and the place alone.
+def _chances(rows: SamplingRows, place: Int[Array, "..."]):
+    """Numbers in (0, 1] [S, *place], from each row's seed and output index and the place alone.
 
     Two keys a row from threefry; a place is mixed with them by the finalizer of MurmurHash3 (Appleby 2008), twice:
     a full generator for every token would cost more than the rest of sampling.
@@ -210,17 +229,16 @@ def _chances(rows: SamplingRows, shape: tuple[int, ...]):
         x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
         return x ^ (x >> 16)
 
-    first, second = jnp.moveaxis(jax.vmap(keys)(rows.seed, rows.output_index), 1, 0).reshape(2, -1, *[1] * len(shape))
-    place = jnp.arange(math.prod(shape), dtype=jnp.uint32).reshape(shape)
+    first, second = jnp.moveaxis(jax.vmap(keys)(rows.seed, rows.output_index), 1, 0).reshape(2, -1, *[1] * place.ndim)
     bits = mix(mix(place + first) ^ second)
     return (bits.astype(jnp.float32) + 0.5) * jnp.float32(2**-32)  # small ones, which win, keep all their bits
 
 
 def _in_lanes(x, *, fill):
-    """[S, V] to [S, V / 128, 128]: sums over the middle axis vectorize, and have one order whatever S is."""
+    """[S, v] to [S, v / 128, 128]: sums over the middle axis vectorize, and have one order whatever S is."""
     padding = -x.shape[-1] % _LANES
     return jnp.pad(x, ((0, 0), (0, padding)), constant_values=fill).reshape(x.shape[0], -1, _LANES)
 
 
 def _row_sum(x):
-    return x.sum(1).sum(-1)
+    return x.sum(-2).sum(-1)

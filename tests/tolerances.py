@@ -11,3 +11,4 @@ GROUPED_MATMUL = {  # relative, and of the square root of D, the size of a sum o
     "bfloat16": 4e-3,  # the result is rounded to 8 bits of mantissa
     "quantized bfloat16": 8e-3,  # with scales of groups the GPU rounds each widened weight, and the result, to 8 bits
 }
+LOGPROBS_FLOAT32 = 5e-6  # the sum over a vocabulary in another order

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from model.sampling import SamplingState, TokenLogprobs, prompt_logprobs, sample
 from model.transformer import Transformer, last_hidden
+from model.vocabulary import Vocabulary
 from pallas_kernels.latent_attention.api import LatentLayout
 from pallas_kernels.ragged_paged_attention.api import KVLayout
 from serving.runner.packing import unpack
@@ -68,10 +69,14 @@ def run_step(
 
     hidden, kv_pages = model(state.kv_pages, batch)
     logits = model.logits(last_hidden(hidden, batch.cu_q_lens))
-    token, logprobs, sampling = sample(logits, rows, inputs.flags, state.sampling, num_logprobs=num_logprobs)
-    of_prompt = prompt_logprobs(
-        hidden, inputs.prompt_targets, inputs.flags.prompt_logprobs, model.logits, num_logprobs=num_logprobs
+    whole = Vocabulary(size=model.config.vocab_size)
+    token, logprobs, sampling = sample(
+        logits, rows, inputs.flags, state.sampling, num_logprobs=num_logprobs, vocabulary=whole
     )
+    of_prompt = prompt_logprobs(
+        hidden, inputs.prompt_targets, inputs.flags.prompt_logprobs, model.logits, num_logprobs=num_logprobs,
+        vocabulary=whole,
+    )  # fmt: skip
     last_token = state.last_token.at[rows.slot].set(jnp.where(rows.samples, token, state.last_token[rows.slot]))
     return DeviceState(kv_pages, last_token, sampling), StepOutputs(token, logprobs, of_prompt)
 

@@ -1,50 +1,13 @@
 """Sampling against plain numpy: what may be drawn, how often, and that nobody else in the batch matters."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.sampling import (
-    BANNED,
-    SamplingFlags,
-    SamplingRows,
-    SamplingState,
-    _race,
-    argmax,
-    prompt_logprobs,
-    sample,
-)
-
-VOCAB, NUM_LOGPROBS = 300, 5  # not a multiple of 128 lanes
-DEFAULTS = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, frequency_penalty=0.0,
-                presence_penalty=0.0, seed=0, output_index=0, slot=0)  # fmt: skip
-
-run = jax.jit(partial(sample, num_logprobs=NUM_LOGPROBS))
-
-
-def rows(*fields: dict) -> SamplingRows:
-    merged = [DEFAULTS | one for one in fields]
-    column = lambda name, dtype: jnp.asarray([one[name] for one in merged], dtype)  # noqa: E731
-    floats = {name: column(name, jnp.float32) for name in SamplingRows._fields
-              if name.endswith(("penalty", "_p")) or name == "temperature"}  # fmt: skip
-    seed = jnp.stack([jnp.zeros(len(merged), jnp.int32), column("seed", jnp.int32)], axis=1)
-    return SamplingRows(slot=column("slot", jnp.int32), samples=jnp.ones(len(merged), bool), seed=seed,
-                        output_index=column("output_index", jnp.int32), top_k=column("top_k", jnp.int32), **floats)
-
-
-def state(slots: int = 4) -> SamplingState:
-    shape = (slots, VOCAB)
-    return SamplingState(jnp.zeros(shape), jnp.zeros(shape, bool), jnp.zeros(shape, jnp.int32))
-
-
-def flags(**on: bool) -> SamplingFlags:
-    return SamplingFlags(*(jnp.asarray(on.get(name, False)) for name in SamplingFlags._fields))
-
-
-ALL = flags(random=True, top_k=True, top_p=True, biased=True, penalized=True, logprobs=True)
+from model.sampling import BANNED, SamplingState, _race, prompt_logprobs
+from model.vocabulary import Vocabulary
+from tests.model.sampling_cases import ALL, NUM_LOGPROBS, VOCAB, WHOLE, flags, logits_of, rows, run, state
 
 
 def draws(logits: np.ndarray, count: int = 4000, **fields) -> np.ndarray:
@@ -57,11 +20,6 @@ def draws(logits: np.ndarray, count: int = 4000, **fields) -> np.ndarray:
 def softmax(logits: np.ndarray) -> np.ndarray:
     weights = np.exp(logits - logits.max())
     return weights / weights.sum()
-
-
-def logits_of(seed: int, rows: int | None = None) -> np.ndarray:
-    shape = (VOCAB,) if rows is None else (rows, VOCAB)
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32) * 2
 
 
 def kept_by_definition(logits: np.ndarray, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> set[int]:
@@ -109,7 +67,11 @@ def test_what_was_filtered_out_is_never_drawn():
     rng = np.random.default_rng(10)
     weight = np.exp(-rng.exponential(3, (64, 40 * 128))).astype(np.float32)
     weight[rng.random(weight.shape) < 0.99] = 0
-    race = jax.jit(lambda weight, index: _race(weight.reshape(64, 40, 128), rows(*[{"output_index": index}] * 64)))
+    weight[:16] = np.eye(16, weight.shape[1], 77) * 1.2e-38  # so far off that some arrivals overflow
+    whole = Vocabulary(size=weight.shape[1])
+    race = jax.jit(
+        lambda weight, index: _race(weight.reshape(64, 40, 128), rows(*[{"output_index": index}] * 64), whole)
+    )
     for index in range(50):
         token = np.asarray(race(jnp.asarray(weight), index))
         assert (weight[np.arange(64), token] > 0).all()
@@ -238,14 +200,16 @@ def test_prompt_logprobs_in_chunks_equal_the_whole():
     hidden, matrix = rng.standard_normal((32, 8), np.float32), rng.standard_normal((VOCAB, 8), np.float32)
     targets = rng.integers(0, VOCAB, 32).astype(np.int32)
     project = lambda x: x @ matrix.T  # noqa: E731
-    got = prompt_logprobs(jnp.asarray(hidden), targets, jnp.asarray(True), project, num_logprobs=NUM_LOGPROBS)
+    got = prompt_logprobs(jnp.asarray(hidden), targets, jnp.asarray(True), project, num_logprobs=NUM_LOGPROBS,
+                         vocabulary=WHOLE)
     want = np.stack([np.log(softmax(hidden[t] @ matrix.T))[targets[t]] for t in range(32)])
     np.testing.assert_allclose(got.logprob, want, atol=1e-4)
-    off = prompt_logprobs(jnp.asarray(hidden), targets, jnp.asarray(False), project, num_logprobs=NUM_LOGPROBS)
+    off = prompt_logprobs(jnp.asarray(hidden), targets, jnp.asarray(False), project, num_logprobs=NUM_LOGPROBS,
+                         vocabulary=WHOLE)
     assert not np.asarray(off.logprob).any()
 
 
 def test_argmax_takes_the_first_of_equals_and_survives_nan():
     x = jnp.asarray([[0.0, 3.0, 3.0], [jnp.nan, 1.0, 2.0], [-jnp.inf, -jnp.inf, -jnp.inf]])
-    got = np.asarray(argmax(x))
+    got = np.asarray(Vocabulary(size=3).best(x)[1])
     assert got[0] == 1 and got[2] == 0 and 0 <= got[1] < 3
