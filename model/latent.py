@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from model.batch import StepBatch
+from model.batch import ROW_AXES, StepBatch
 from model.config import LayerSpec, ModelConfig
 from model.layers import Angles, RMSNorm, normed, param, project
 from model.rope import apply_rope
@@ -51,11 +51,10 @@ class LatentAttention(nnx.Module):
         return project("tnw,nwd->td", project("tnr,rnw->tnw", out, self.v_up), self.o), kv_pages
 
     def _attend(self, q_latent, q_rope, latent, rope, kv_pages, layer, batch: StepBatch):
-        """Each device's heads attend; all devices hold, and write, all rows."""
+        """Each device's heads attend; all devices of a group hold, and write, the rows of its tokens."""
         attend = partial(self.attention, scale=self.scale, soft_cap=self.soft_cap)
-        heads, row = (None, "heads", None), (None, None)
-        args = (q_latent, q_rope, latent, rope, kv_pages, layer, batch.page_table, batch.kv_lens, batch.cu_q_lens,
-                batch.distribution)  # fmt: skip
-        in_axes = (heads, heads, row, row, LatentLayout.axes, (), (None, None), (None,), (None,), (None,))
+        heads, row = ("tokens", "heads", None), ("tokens", None)
+        args = (q_latent, q_rope, latent, rope, kv_pages, layer, *batch.of_rows)
+        in_axes = (heads, heads, row, row, LatentLayout.axes, (), *ROW_AXES)
         shapes = (q_latent.shape, kv_pages.shape)
         return self.rules.map_over_shards(attend, args, in_axes, (heads, LatentLayout.axes), shapes)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from model.batch import StepBatch
+from model.batch import ROW_AXES, StepBatch
 from model.config import Activation, ClampedSwiGLU, LayerSpec, ModelConfig, Projection, RopeConfig
 from model.rope import apply_rope
 from pallas_kernels.ragged_paged_attention.api import AttentionFn, KVLayout
@@ -112,15 +112,15 @@ class Attention(nnx.Module):
         return add(project("tnh,nhd->td", out, self.o), self.o_bias), kv_pages
 
     def _attend(self, q, k, v, kv_pages, layer, batch: StepBatch):
-        """Attention on each device's heads, with all tokens of the step."""
+        """Attention of each device's heads and group of rows."""
         def attend(*args: jax.Array):
             step, sinks = args[: len(in_axes)], args[len(in_axes) :]
             more = {"sinks": sinks[0]} if sinks else {}
             return self.attention(*step, scale=self.scale, window=self.window, soft_cap=self.soft_cap, **more)
 
-        heads, kv_heads = (None, "heads", "head_dim"), (None, "kv_heads", "head_dim")
-        args = (q, k, v, kv_pages, layer, batch.page_table, batch.kv_lens, batch.cu_q_lens, batch.distribution)
-        in_axes = (heads, kv_heads, kv_heads, KVLayout.axes, (), (None, None), (None,), (None,), (None,))
+        heads, kv_heads = ("tokens", "heads", "head_dim"), ("tokens", "kv_heads", "head_dim")
+        args = (q, k, v, kv_pages, layer, *batch.of_rows)
+        in_axes = (heads, kv_heads, kv_heads, KVLayout.axes, (), *ROW_AXES)
         if self.sinks is not None:
             wide = self.sinks[...].astype(jnp.float32)
             return self.rules.map_over_shards(attend, (*args, wide), (*in_axes, ("heads",)), (heads, KVLayout.axes),

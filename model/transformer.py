@@ -21,6 +21,7 @@ from model.decoder import AnyAttentionFn, DecoderLayer
 from model.layers import Angles, RMSNorm, param
 from model.moe import is_expert_matrix
 from model.rope import rope_angles
+from model.vocabulary import Vocabulary, embed, vocabulary_of
 from pallas_kernels.grouped_matmul.api import Backend
 from sharding.rules import Axes, AxisRules
 
@@ -76,20 +77,39 @@ class Transformer(nnx.Module):
 
     def __call__(self, kv_pages: jax.Array, batch: StepBatch) -> tuple[Float[Array, "T D"], jax.Array]:
         """Runs the layers. Returns the normed hidden states of all tokens and the updated KV pages."""
-        x = self.embedding[...][batch.tokens] * self.config.embedding_scale
-        x = self.rules.constrain(x, ("tokens", "embed"))
+        x = self._embed(batch.tokens) * self.config.embedding_scale
         ropes = {layer.rope for stack in self.config.stacks for layer in stack.pattern}
         angles = {rope: rope_angles(rope, batch.positions) for rope in ropes}
         for stack in self.stacks:
             x, kv_pages = stack(x, angles, kv_pages, batch)
         return self.norm(x), kv_pages
 
-    def logits(self, hidden: Float[Array, "S D"]) -> Float[Array, "S V"]:
-        """Float32 logits."""
-        matrix, cap = self.embedding if self.head is None else self.head, self.config.logit_soft_cap
-        logits = jnp.einsum("sd,vd->sv", hidden, matrix[...], preferred_element_type=jnp.float32)
-        logits = self.rules.constrain(logits, ("rows", "vocab")) * self.config.logit_scale
+    def _embed(self, tokens: Int[Array, " T"]) -> Float[Array, "T D"]:
+        matrix, vocabulary = self.embedding[...], self.vocabulary
+        (x,) = self.rules.map_over_shards(
+            lambda matrix, tokens: (embed(matrix, tokens, vocabulary),), (matrix, tokens),
+            (("vocab", "embed"), ("tokens",)), (("tokens", "embed"),), ((len(tokens), matrix.shape[1]),),
+        )  # fmt: skip
+        return x
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """As the devices hold it."""
+        return vocabulary_of(self.rules, self.config.vocab_size)
+
+    @property
+    def output_matrix(self) -> Float[Array, "V D"]:
+        return (self.embedding if self.head is None else self.head)[...]
+
+    def project(self, matrix: Float[Array, "V D"], hidden: Float[Array, "S D"]) -> Float[Array, "S V"]:
+        """Float32 logits, of those tokens whose rows of the output matrix are given."""
+        cap = self.config.logit_soft_cap
+        logits = jnp.einsum("sd,vd->sv", hidden, matrix, preferred_element_type=jnp.float32) * self.config.logit_scale
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def logits(self, hidden: Float[Array, "S D"]) -> Float[Array, "S V"]:
+        """Float32 logits of the whole vocabulary."""
+        return self.rules.constrain(self.project(self.output_matrix, hidden), ("rows", "vocab"))
 
 
 def abstract_model(config: ModelConfig, rules: AxisRules, attention: AnyAttentionFn, dtype: jnp.dtype,

@@ -1,6 +1,7 @@
 """Device meshes: `--mesh 8x1` (tensor x data) or `--mesh tensor=4,data=2`.
 
-Mesh axes: `data` (groups of sequences), `tensor` (heads, ffn and vocabulary).
+Mesh axes: `data` (groups of sequences with page pools of their own), `pipeline` (stages of layers), `context` (the
+tokens of a sequence), `tensor` (heads, ffn and vocabulary).
 """
 
 import re
@@ -11,7 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-AXES = ("data", "tensor")  # tensor innermost: its collectives are the most frequent, so its devices are neighbours
+# From the outermost: tensor's collectives are the most frequent, so its devices are neighbours.
+AXES = ("data", "pipeline", "context", "tensor")
 
 
 class MeshError(ValueError):
@@ -24,13 +26,21 @@ class MeshSpec:
 
     tensor: int = 1
     data: int = 1
+    context: int = 1
+    pipeline: int = 1
 
     @property
     def num_devices(self) -> int:
-        return self.tensor * self.data
+        return self.tensor * self.data * self.context * self.pipeline
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """In the order of AXES."""
+        return tuple(getattr(self, axis) for axis in AXES)
 
     def __str__(self) -> str:
-        return f"tensor={self.tensor},data={self.data}"
+        more = "".join(f",{axis}={getattr(self, axis)}" for axis in ("context", "pipeline") if getattr(self, axis) > 1)
+        return f"tensor={self.tensor},data={self.data}{more}"
 
 
 def parse_mesh(text: str) -> MeshSpec:
@@ -64,5 +74,4 @@ def make_mesh(spec: MeshSpec, devices: Sequence[Any] | None = None) -> jax.shard
             f"--mesh {spec} needs {spec.num_devices} devices, this process has {len(devices)} "
             f"({devices[0].platform}); --mesh {len(devices)}x1 would fit{hint}"
         )
-    grid = np.array(devices[: spec.num_devices]).reshape(spec.data, spec.tensor)
-    return jax.sharding.Mesh(grid, AXES)
+    return jax.sharding.Mesh(np.array(devices[: spec.num_devices]).reshape(spec.sizes), AXES)

@@ -1,36 +1,45 @@
 """The one table from logical axes to mesh axes. Layers name logical axes; nothing else writes a PartitionSpec.
 
-A dimension that its mesh axis does not divide is replicated instead, and the table remembers why, so that the service
+A dimension that its mesh axes do not divide is replicated instead, and the table remembers why, so that the service
 can say at start what is replicated.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 Axes = tuple[str | None, ...]
+MeshAxes = tuple[str, ...]  # a dimension is divided over all of them, the first one outermost
 
-DEFAULT_RULES: Mapping[str, str | None] = {
-    "tokens": "data",
-    "rows": None,
-    "vocab": "tensor",
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "mlp": "tensor",
-    "experts": "tensor",
-    "expert_mlp": None,  # whole: an expert is on one device
-    "embed": None,
-    "head_dim": None,
-    "layers": None,
-    "slots": None,
-    "pages": None,
-    "k_or_v": None,
-    "page_tokens": None,
-    "page_rows": None,
-    "latent": None,
+DEFAULT_RULES: Mapping[str, MeshAxes] = {
+    # Of a step, group after group.
+    "tokens": ("data",),
+    "rows": ("data",),
+    "groups": ("data",),  # what each group of sequences has once, or a fixed number of times
+    # Of weights and activations.
+    "vocab": ("tensor",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "experts": ("tensor",),
+    "expert_mlp": (),  # whole: an expert is on one device
+    "embed": (),
+    "head_dim": (),
+    "layers": (),
+    "latent": (),
+    # Of what stays on the devices.
+    "slots": ("data",),
+    "pages": ("data",),
+    "k_or_v": (),
+    "page_tokens": (),
+    "page_rows": (),
 }
+
+_STEP_AXES = ("tokens", "rows", "groups")  # what they cannot divide simply stays whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,35 +47,30 @@ class AxisRules:
     """A mesh and its rules. `replicated` collects, as axis -> reason, what could not be sharded as the rules say."""
 
     mesh: jax.sharding.Mesh
-    rules: Mapping[str, str | None]
+    rules: Mapping[str, MeshAxes]
     replicated: dict[str, str] = field(default_factory=dict, compare=False)
 
     def __hash__(self) -> int:
-        return hash((self.mesh, tuple(sorted(self.rules.items(), key=str))))
+        return hash((self.mesh, tuple(sorted(self.rules.items()))))
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of sequences, each with rows, slots and pages of its own."""
+        return self.mesh.shape["data"]
 
     def spec(self, axes: Axes, shape: Sequence[int]) -> PartitionSpec:
         """The partition of an array whose dimensions have these logical axes (None: never sharded)."""
         if len(axes) != len(shape):
             raise ValueError(f"{axes=} name {len(axes)} dimensions, the array has shape {tuple(shape)}")
         used: dict[str, str] = {}
-        parts: list[str | None] = []
+        parts: list[str | MeshAxes | None] = []
         for axis, size in zip(axes, shape, strict=True):
-            if axis is not None and axis not in self.rules:
-                raise KeyError(f"unknown logical axis {axis!r}; known: {', '.join(sorted(self.rules))}")
-            mesh_axis = self.rules[axis] if axis is not None else None
-            devices = self.mesh.shape[mesh_axis] if mesh_axis else 1
-            if mesh_axis is None or devices == 1:
-                parts.append(None)
-                continue
-            if size % devices:
-                if axis not in ("tokens", "rows"):  # step shapes: small steps simply stay whole
-                    self.replicated[str(axis)] = f"{size} {axis} do not divide over {mesh_axis}={devices}"
-                parts.append(None)
-                continue
-            if mesh_axis in used:
-                raise ValueError(f"{axis!r} and {used[mesh_axis]!r} both map to mesh axis {mesh_axis!r} in {axes}")
-            used[mesh_axis] = str(axis)
-            parts.append(mesh_axis)
+            over = self._over(axis, size)
+            for mesh_axis in over:
+                if mesh_axis in used:
+                    raise ValueError(f"{axis!r} and {used[mesh_axis]!r} both map to mesh axis {mesh_axis!r} in {axes}")
+                used[mesh_axis] = str(axis)
+            parts.append(None if not over else over[0] if len(over) == 1 else over)
         return PartitionSpec(*parts)
 
     def sharding(self, axes: Axes, shape: Sequence[int]) -> NamedSharding:
@@ -74,16 +78,31 @@ class AxisRules:
 
     def shards(self, axis: str, size: int) -> int:
         """Over how many devices a dimension of this size is divided."""
-        spec = self.spec((axis,), (size,))
-        return self.mesh.shape[spec[0]] if spec[0] else 1
+        return math.prod(self.mesh.shape[mesh_axis] for mesh_axis in self._over(axis, size))
 
     def place(self, axis: str, size: int) -> jax.Array | int:
         """Within `map_over_shards`: which of those devices this is."""
-        return jax.lax.axis_index(self.rules[axis]) if self.shards(axis, size) > 1 else 0
+        over = self._over(axis, size)
+        return jax.lax.axis_index(over) if over else 0
 
     def sum_over(self, axis: str, size: int, x: jax.Array) -> jax.Array:
         """Within `map_over_shards`: the sum over those devices."""
-        return jax.lax.psum(x, self.rules[axis]) if self.shards(axis, size) > 1 else x
+        over = self._over(axis, size)
+        return jax.lax.psum(x, over) if over else x
+
+    def _over(self, axis: str | None, size: int) -> MeshAxes:
+        """The mesh axes, of more than one device, that a dimension of this size is divided over."""
+        if axis is None:
+            return ()
+        if axis not in self.rules:
+            raise KeyError(f"unknown logical axis {axis!r}; known: {', '.join(sorted(self.rules))}")
+        over = tuple(mesh_axis for mesh_axis in self.rules[axis] if self.mesh.shape[mesh_axis] > 1)
+        if size % math.prod(self.mesh.shape[mesh_axis] for mesh_axis in over):
+            if axis not in _STEP_AXES:
+                sizes = " x ".join(f"{mesh_axis}={self.mesh.shape[mesh_axis]}" for mesh_axis in over)
+                self.replicated[axis] = f"{size} {axis} do not divide over {sizes}"
+            return ()
+        return over
 
     @property
     def whole(self) -> NamedSharding:
@@ -96,12 +115,16 @@ class AxisRules:
             return x
         return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
 
-    def map_over_shards(self, f: Callable, args: Sequence[jax.Array], in_axes: Sequence[Axes], out_axes: Sequence[Axes],
-                        out_shapes: Sequence[Sequence[int]]):
-        """Runs `f` on each device's shard of `args`. Axes that are not sharded arrive whole."""
+    def map_over_shards(self, f: Callable, args: Sequence[Any], in_axes: Sequence[Axes], out_axes: Sequence[Axes],
+                        out_shapes: Sequence[Sequence[int]]) -> tuple[Any, ...]:
+        """Runs `f`, which returns a tuple, on each device's shard of `args`; what is not sharded arrives whole.
+
+        An argument or result may be a tree of arrays. Axes and shapes may name the first dimensions only, those that
+        all arrays of a tree share."""
         if self.mesh.size == 1:
             return f(*args)
-        in_specs = tuple(self.spec(axes, arg.shape) for axes, arg in zip(in_axes, args, strict=True))
+        first = [jax.tree.leaves(arg)[0].shape[: len(axes)] for arg, axes in zip(args, in_axes, strict=True)]
+        in_specs = tuple(self.spec(axes, shape) for axes, shape in zip(in_axes, first, strict=True))
         out_specs = tuple(self.spec(axes, shape) for axes, shape in zip(out_axes, out_shapes, strict=True))
         return jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*args)
 
@@ -115,11 +138,9 @@ def axis_rules(mesh: jax.sharding.Mesh, *, num_heads: int, num_kv_heads: int) ->
     replicated = {}
     tensor = mesh.shape["tensor"]
     if num_kv_heads % tensor:
-        rules["heads"] = rules["kv_heads"] = None
+        rules["heads"] = rules["kv_heads"] = ()
         replicated["attention"] = (
             f"{num_kv_heads} kv heads ({num_heads} query heads) do not divide over tensor={tensor}: "
             "attention weights and KV pages are on every device"
         )
-    if mesh.shape["data"] > 1:
-        replicated["KV pages"] = f"every one of the data={mesh.shape['data']} groups holds all sequences' pages"
     return AxisRules(mesh=mesh, rules=rules, replicated=replicated)

@@ -31,7 +31,7 @@ def compile_step(target: Target, step: StepConfig, backend_name: str, shape: Ste
     page_bytes = bytes_per_device(page)
     num_pages = step.kv_bytes // page_bytes
     layout = kernels.kv_layout(config, num_pages)
-    state = with_shardings(rules, state_shapes(layout, step.max_num_seqs, config.vocab_size), layout.axes)
+    state = with_shardings(rules, state_shapes(layout, rules.num_groups, step.max_num_seqs, config.vocab_size), layout.axes)
 
     model = model_shapes(config, rules, kernels, dtype)
     dtypes = param_dtypes(model)
@@ -46,7 +46,8 @@ def compile_step(target: Target, step: StepConfig, backend_name: str, shape: Ste
         return run_step(nnx.merge(structure, weights), state, packed, shape, row_pages,
                         min(MAX_LOGPROBS, config.vocab_size))
 
-    packed = jax.ShapeDtypeStruct((packed_size(shape, row_pages),), jnp.int32, sharding=rules.whole)
+    size = (rules.num_groups, packed_size(shape, row_pages))
+    packed = jax.ShapeDtypeStruct(size, jnp.int32, sharding=rules.sharding(("groups", None), size))
     shardings = jax.tree.map(lambda x: x.sharding, state)
     jitted = jax.jit(fn, donate_argnums=1, out_shardings=(shardings, rules.whole))
     kv_bytes = num_pages * page_bytes

@@ -1,11 +1,13 @@
-"""One step as one int32 vector: a single host-to-device copy carries everything the jitted step needs.
+"""One step as one int32 vector for each data group: a single host-to-device copy carries everything the step needs.
 
-Axis letters: T tokens, S rows, M pages of the longest row.
+Axis letters: G data groups; T tokens, S rows of a group; M pages of the longest row.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -13,7 +15,7 @@ from jaxtyping import Array, Bool, Int
 
 from model.batch import StepBatch
 from model.sampling import SamplingFlags, SamplingRows
-from serving.engine.plan import RowPlan, StepPlan
+from serving.engine.plan import GroupPlan, RowPlan, StepPlan
 from serving.request import SamplingParams
 from serving.runner.shapes import StepShape
 
@@ -23,13 +25,13 @@ _PARAMS = 3 + len(_FLOATS)  # seed high, seed low, top_k, floats
 
 
 class StepInputs(NamedTuple):
-    """What the device sees of a packed step."""
+    """What the devices see of a packed step, group after group."""
 
     batch: StepBatch
-    rows: SamplingRows
-    flags: SamplingFlags
-    prompt_targets: Int[Array, " T"]
-    from_device: Bool[Array, " T"]
+    rows: SamplingRows  # [G S]
+    flags: Bool[Array, "G n"]  # of SamplingFlags; the same for all groups
+    prompt_targets: Int[Array, " GT"]
+    from_device: Bool[Array, " GT"]
 
 
 def _layout(shape: StepShape, row_pages: int) -> dict[str, tuple[int, ...]]:
@@ -69,25 +71,34 @@ def is_penalized(sampling: SamplingParams) -> bool:
 class Packer:
     """Packs plans, remembering what does not change from step to step: each slot's sampling fields."""
 
-    def __init__(self, *, max_num_seqs: int, row_pages: int):
+    def __init__(self, *, num_groups: int, max_num_seqs: int, row_pages: int):
         self.row_pages, self.spare_slot = row_pages, max_num_seqs
-        self._owner: list[str | None] = [None] * max_num_seqs
-        self._params = np.zeros((max_num_seqs, _PARAMS), np.int32)
+        self._owner: list[list[str | None]] = [[None] * max_num_seqs for _ in range(num_groups)]
+        self._params = np.zeros((num_groups, max_num_seqs, _PARAMS), np.int32)
 
-    def pack(self, plan: StepPlan, shape: StepShape, biased_slots: Sequence[bool]) -> np.ndarray:
-        """A fresh vector (the device may still read the last one). Padding rows use the spare slot and no tokens."""
-        vector = np.zeros(packed_size(shape, self.row_pages), np.int32)
-        part = _split(vector, shape, self.row_pages)
-        (group,) = plan.groups
+    def pack(self, plan: StepPlan, shape: StepShape, biased_slots: Sequence[Sequence[bool]]) -> np.ndarray:
+        """A fresh array [G, size] (the device may still read the last one). biased_slots: of each group.
+
+        Padding rows use the spare slot and no tokens."""
+        packed = np.zeros((len(plan.groups), packed_size(shape, self.row_pages)), np.int32)
+        flags = np.zeros(len(SamplingFlags._fields), bool)
+        for index, group in enumerate(plan.groups):
+            self._pack_group(_split(packed[index], shape, self.row_pages), index, group)
+            flags |= _flags(group.rows, biased_slots[index])
+        _split(packed, shape, self.row_pages)["flags"][:] = flags  # devices of different groups take the same branches
+        return packed
+
+    def _pack_group(self, part: dict[str, np.ndarray], index: int, group: GroupPlan) -> None:
         rows, count = group.rows, len(group.rows)
         slots = [row.slot for row in rows]
+        owner, params = self._owner[index], self._params[index]
         for row in rows:
-            if self._owner[row.slot] != row.request_id:
-                self._owner[row.slot] = row.request_id
-                self._params[row.slot] = pack_params(row.sampling)
+            if owner[row.slot] != row.request_id:
+                owner[row.slot] = row.request_id
+                params[row.slot] = pack_params(row.sampling)
         part["slots"][:] = self.spare_slot
         part["slots"][:count] = slots
-        part["params"][:count] = self._params[slots]
+        part["params"][:count] = params[slots]
         part["samples"][:count] = [row.samples for row in rows]
         part["output_index"][:count] = [row.output_index for row in rows]
         lengths = [row.num_tokens for row in rows]
@@ -96,17 +107,15 @@ class Packer:
         part["cu_q_lens"][count + 1 :] = part["cu_q_lens"][count]
         part["distribution"][:] = (group.num_decode, group.num_decode, count)
         at = 0
-        for index, row in enumerate(rows):
-            part["page_table"][index, : len(row.page_ids)] = row.page_ids
+        for place, row in enumerate(rows):
+            part["page_table"][place, : len(row.page_ids)] = row.page_ids
             part["tokens"][at : at + row.num_tokens] = FROM_DEVICE if row.token_ids is None else row.token_ids
             if row.prompt_targets is not None:
                 part["prompt_targets"][at : at + len(row.prompt_targets)] = row.prompt_targets
             at += row.num_tokens
-        part["flags"][:] = _flags(rows, biased_slots)
-        return vector
 
 
-def _flags(rows: Sequence[RowPlan], biased_slots: Sequence[bool]) -> list[bool]:
+def _flags(rows: Sequence[RowPlan], biased_slots: Sequence[bool]) -> np.ndarray:
     """In the order of SamplingFlags' fields."""
     sampled = [row.sampling for row in rows if row.samples]
     drawn = [sampling for sampling in sampled if sampling.temperature > 0]
@@ -119,22 +128,24 @@ def _flags(rows: Sequence[RowPlan], biased_slots: Sequence[bool]) -> list[bool]:
         logprobs=any(sampling.logprobs is not None for sampling in sampled),
         prompt_logprobs=any(row.prompt_targets is not None for row in rows),
     )
-    return [flags[name] for name in SamplingFlags._fields]
+    return np.array([flags[name] for name in SamplingFlags._fields])
 
 
-def _split(vector, shape: StepShape, row_pages: int) -> dict:
-    """Views of the sections, for numpy and jax arrays alike."""
+def _split(packed, shape: StepShape, row_pages: int) -> dict:
+    """Views of the sections, for numpy and jax arrays alike, of one group or of all: [..., size]."""
     parts, at = {}, 0
     for name, dims in _layout(shape, row_pages).items():
         size = int(np.prod(dims))
-        parts[name] = vector[at : at + size].reshape(dims)
+        parts[name] = packed[..., at : at + size].reshape(*packed.shape[:-1], *dims)
         at += size
     return parts
 
 
-def unpack(vector: Int[Array, " size"], shape: StepShape, row_pages: int) -> StepInputs:
+def unpack(packed: Int[Array, "G size"], shape: StepShape, row_pages: int) -> StepInputs:
     """Inside the jitted step."""
-    part = _split(vector, shape, row_pages)
+    of_groups = _split(packed, shape, row_pages)
+    positions = jax.vmap(partial(_positions, shape.num_tokens))(of_groups["cu_q_lens"], of_groups["kv_lens"])
+    part = {name: x.reshape(-1, *x.shape[2:]) for name, x in of_groups.items()}
     params = part["params"]
     floats = lax.bitcast_convert_type(params[:, 3:], jnp.float32)
     rows = SamplingRows(
@@ -145,18 +156,20 @@ def unpack(vector: Int[Array, " size"], shape: StepShape, row_pages: int) -> Ste
         top_k=params[:, 2],
         **{name: floats[:, index] for index, name in enumerate(_FLOATS)},
     )
-    cu_q_lens, kv_lens = part["cu_q_lens"], part["kv_lens"]
-    token = jnp.arange(shape.num_tokens, dtype=jnp.int32)
-    row = jnp.minimum(jnp.searchsorted(cu_q_lens[1:], token, side="right"), shape.num_rows - 1)
-    # Until a cache can be compacted, a token's position is its index in the cache. Padding stays at 0.
-    positions = jnp.where(token < cu_q_lens[-1], kv_lens[row] - cu_q_lens[row + 1] + token, 0)
     batch = StepBatch(
         tokens=jnp.maximum(part["tokens"], 0),
-        positions=positions,
+        positions=positions.reshape(-1),
         page_table=part["page_table"],
-        kv_lens=kv_lens,
-        cu_q_lens=cu_q_lens,
+        kv_lens=part["kv_lens"],
+        cu_q_lens=part["cu_q_lens"],
         distribution=part["distribution"],
     )
-    flags = SamplingFlags(*(part["flags"][index].astype(bool) for index in range(len(SamplingFlags._fields))))
-    return StepInputs(batch, rows, flags, part["prompt_targets"], part["tokens"] == FROM_DEVICE)
+    flags, from_device = of_groups["flags"].astype(bool), part["tokens"] == FROM_DEVICE
+    return StepInputs(batch, rows, flags, part["prompt_targets"], from_device)
+
+
+def _positions(num_tokens: int, cu_q_lens: Int[Array, " S+1"], kv_lens: Int[Array, " S"]) -> Int[Array, " T"]:
+    """Until a cache can be compacted, a token's position is its index in the cache. Padding stays at 0."""
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    row = jnp.minimum(jnp.searchsorted(cu_q_lens[1:], token, side="right"), len(kv_lens) - 1)
+    return jnp.where(token < cu_q_lens[-1], kv_lens[row] - cu_q_lens[row + 1] + token, 0)

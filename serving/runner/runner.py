@@ -6,6 +6,7 @@ host-to-device copy, one call, and one small copy back.
 
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -49,13 +50,18 @@ class RunnerConfig:
 @dataclass(frozen=True)
 class _InFlight:
     plan: StepPlan
+    shape: StepShape
     outputs: StepOutputs
+
+    @property
+    def places(self) -> list[int]:
+        """Of each row of the plan, in the outputs of rows."""
+        per_group, groups = self.shape.num_rows, enumerate(self.plan.groups)
+        return [index * per_group + row for index, group in groups for row in range(len(group.rows))]
 
 
 class ModelRunner:
     """See `serving.engine.plan.Runner`, which this implements."""
-
-    num_groups = 1
 
     def __init__(self, model: Transformer, config: RunnerConfig, kernels: Kernels):
         self._model_structure, params = nnx.split(model)
@@ -64,16 +70,16 @@ class ModelRunner:
         self._kernels = kernels
         self.max_num_seqs, self.max_num_batched_tokens = config.max_num_seqs, config.max_num_batched_tokens
         self.max_model_len, self.page_size = config.max_model_len, config.page_size
-        self.vocab_size = model.config.vocab_size
+        self.vocab_size, self.num_groups = model.config.vocab_size, model.rules.num_groups
         self._num_logprobs = min(MAX_LOGPROBS, self.vocab_size)
         self.shapes = step_shapes(config.max_num_seqs, config.max_num_batched_tokens)
-        self._biased = [False] * config.max_num_seqs
+        self._biased = [[False] * config.max_num_seqs for _ in range(self.num_groups)]
         self._counters = {"pack_seconds": 0.0, "dispatch_seconds": 0.0, "padding_tokens": 0.0}
 
         self.memory: MemoryPlan | None = None
         self.num_pages = config.num_pages or self._fit_pages()
         self._fit_context()
-        self._packer = Packer(max_num_seqs=config.max_num_seqs, row_pages=self._row_pages)
+        self._packer = Packer(num_groups=self.num_groups, max_num_seqs=config.max_num_seqs, row_pages=self._row_pages)
         shapes = self._state_shapes(self.num_pages)
         self._steps = compile_all(
             {shape: lambda shape=shape: self._compile_step(shape, shapes) for shape in self.shapes},
@@ -98,9 +104,9 @@ class ModelRunner:
         return -(-self.max_model_len // self.page_size)
 
     def _state_shapes(self, num_pages: int) -> DeviceState:
-        """Shapes with their shardings."""
-        layout = self._kernels.kv_layout(self._model_config, num_pages)
-        shapes = state_shapes(layout, self.max_num_seqs, self.vocab_size)
+        """Shapes with their shardings. num_pages: of each group."""
+        layout = self._kernels.kv_layout(self._model_config, self.num_groups * num_pages)
+        shapes = state_shapes(layout, self.num_groups, self.max_num_seqs, self.vocab_size)
         return with_shardings(self._rules, shapes, layout.axes)
 
     def _fit_pages(self) -> int:
@@ -140,7 +146,8 @@ class ModelRunner:
             model = nnx.merge(self._model_structure, jax.tree.unflatten(self._params_tree, params))
             return run_step(model, state, packed, shape, self._row_pages, self._num_logprobs)
 
-        packed = jax.ShapeDtypeStruct((packed_size(shape, self._row_pages),), jnp.int32, sharding=whole)
+        size = (self.num_groups, packed_size(shape, self._row_pages))
+        packed = jax.ShapeDtypeStruct(size, jnp.int32, sharding=self._rules.sharding(("groups", None), size))
         shardings = jax.tree.map(lambda x: x.sharding, state)
         jitted = jax.jit(step, donate_argnums=1, out_shardings=(shardings, whole))
         return compile_step(jitted.lower(self._params, state, packed), shape)
@@ -152,8 +159,8 @@ class ModelRunner:
         floats, bools, ints = (
             jax.ShapeDtypeStruct((self.vocab_size,), dtype, sharding=whole) for dtype in (jnp.float32, bool, jnp.int32)
         )
-        bias = jax.jit(set_bias, donate_argnums=0, out_shardings=sampling.bias.sharding)
-        counts = jax.jit(set_counts, donate_argnums=(0, 1),
+        bias = jax.jit(partial(set_bias, self._rules), donate_argnums=0, out_shardings=sampling.bias.sharding)
+        counts = jax.jit(partial(set_counts, self._rules), donate_argnums=(0, 1),
                          out_shardings=(sampling.prompt_seen.sharding, sampling.output_counts.sharding))
         return (
             bias.lower(sampling.bias, slot, floats).compile(),
@@ -174,7 +181,7 @@ class ModelRunner:
     def _warm_up(self) -> None:
         """Runs every executable once, on padding only."""
         for shape in self.shapes:
-            packed = self._packer.pack(StepPlan(groups=[GroupPlan()]), shape, self._biased)
+            packed = self._packer.pack(StepPlan(groups=[GroupPlan()] * self.num_groups), shape, self._biased)
             self._state, outputs = self._steps[shape](self._params, self._state, packed)
             jax.tree.map(np.asarray, outputs)
         self._write_slot(self.max_num_seqs, *(np.zeros(self.vocab_size, t) for t in (np.float32, bool, np.int32)))
@@ -183,31 +190,30 @@ class ModelRunner:
 
     def dispatch(self, plan: StepPlan) -> _InFlight:
         started = time.perf_counter()
-        (group,) = plan.groups
-        for update in group.slot_updates:
-            self._update_slot(update)
-        num_tokens = plan.num_tokens
-        shape = pick_shape(self.shapes, num_tokens, len(plan.rows))
+        for index, group in enumerate(plan.groups):
+            for update in group.slot_updates:
+                self._update_slot(index, update)
+        shape = pick_shape(self.shapes, [(group.num_tokens, len(group.rows)) for group in plan.groups])
         packed = self._packer.pack(plan, shape, self._biased)
         packed_at = time.perf_counter()
         self._state, outputs = self._steps[shape](self._params, self._state, packed)
         self._counters["pack_seconds"] += packed_at - started
         self._counters["dispatch_seconds"] += time.perf_counter() - packed_at
-        self._counters["padding_tokens"] += shape.num_tokens - num_tokens
-        return _InFlight(plan, outputs)
+        self._counters["padding_tokens"] += self.num_groups * shape.num_tokens - plan.num_tokens
+        return _InFlight(plan, shape, outputs)
 
     def fetch(self, handle: _InFlight) -> StepResult:
-        rows, outputs = handle.plan.rows, handle.outputs
+        rows, outputs, places = handle.plan.rows, handle.outputs, handle.places
         started = time.perf_counter()
         outputs.token_ids.block_until_ready()
         ready = time.perf_counter()
-        token_ids = np.asarray(outputs.token_ids)[: len(rows)].tolist()
+        token_ids = np.asarray(outputs.token_ids)[places].tolist()
         logprobs: list[Logprobs | None] = [None] * len(rows)
         if any(row.samples and row.sampling.logprobs is not None for row in rows):
             host = jax.device_get(outputs.logprobs)
             for index, row in enumerate(rows):
                 if row.samples and row.sampling.logprobs is not None:
-                    logprobs[index] = _logprobs(host, index, token_ids[index], row.sampling.logprobs)
+                    logprobs[index] = _logprobs(host, places[index], token_ids[index], row.sampling.logprobs)
         result = StepResult(token_ids=token_ids, logprobs=logprobs, prompt_logprobs=_prompt_logprobs(handle),
                             device_seconds=ready - started, fetch_seconds=time.perf_counter() - ready)
         return result
@@ -215,9 +221,10 @@ class ModelRunner:
     def stats(self) -> dict[str, float]:
         return {**self._counters, "compile_misses": self._compiles.count}
 
-    def _update_slot(self, update: SlotUpdate) -> None:
+    def _update_slot(self, group: int, update: SlotUpdate) -> None:
         biased = bool(update.logit_bias or len(update.banned_token_ids) or update.allowed_token_ids is not None)
-        self._biased[update.slot] = biased
+        self._biased[group][update.slot] = biased
+        slot = group * (self.max_num_seqs + 1) + update.slot
         row = np.zeros(self.vocab_size, np.float32)
         if update.allowed_token_ids is not None:
             row[:] = BANNED
@@ -226,12 +233,12 @@ class ModelRunner:
             row[token] += value
         row[list(update.banned_token_ids)] = BANNED
         if not update.reset_counts:
-            self._write_slot(update.slot, row)
+            self._write_slot(slot, row)
             return
         prompt = np.zeros(self.vocab_size, bool)
         prompt[np.asarray(update.prompt_token_ids, np.int32)] = True
         output = np.bincount(np.asarray(update.output_token_ids, np.int32), minlength=self.vocab_size)
-        self._write_slot(update.slot, row, prompt, output.astype(np.int32))
+        self._write_slot(slot, row, prompt, output.astype(np.int32))
 
     def _write_slot(self, slot: int, bias_row: np.ndarray, *count_rows: np.ndarray) -> None:
         where = np.array(slot, np.int32)
@@ -251,17 +258,17 @@ def _logprobs(host: TokenLogprobs, index: int, token_id: int, count: int) -> Log
 
 def _prompt_logprobs(handle: _InFlight) -> list[list[Logprobs] | None]:
     """For each row that asked, one entry for each of its tokens."""
-    rows = handle.plan.rows
-    if all(row.prompt_targets is None for row in rows):
-        return [None] * len(rows)
+    if all(row.prompt_targets is None for row in handle.plan.rows):
+        return [None] * len(handle.plan.rows)
     host = jax.device_get(handle.outputs.prompt_logprobs)
     result: list[list[Logprobs] | None] = []
-    at = 0
-    for row in rows:
-        if row.prompt_targets is None:
-            result.append(None)
-        else:
-            count = row.sampling.prompt_logprobs or 0
-            result.append([_logprobs(host, at + i, int(t), count) for i, t in enumerate(row.prompt_targets)])
-        at += row.num_tokens
+    for index, group in enumerate(handle.plan.groups):
+        at = index * handle.shape.num_tokens
+        for row in group.rows:
+            if row.prompt_targets is None:
+                result.append(None)
+            else:
+                count = row.sampling.prompt_logprobs or 0
+                result.append([_logprobs(host, at + i, int(t), count) for i, t in enumerate(row.prompt_targets)])
+            at += row.num_tokens
     return result

@@ -1,6 +1,6 @@
 """The closed set of step shapes: everything the engine can run is compiled before it serves.
 
-A shape is T tokens x S rows, padded up. T == S: decode rows only, one token each. T > S: anything.
+A shape is T tokens x S rows of each data group, padded up. T == S: decode rows only, one token each. T > S: anything.
 """
 
 from collections.abc import Sequence
@@ -26,9 +26,11 @@ def step_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[StepSha
     return (*(StepShape(r, r) for r in rows), StepShape(32, min(most, 8)), *(StepShape(t, most) for t in tokens))
 
 
-def pick_shape(shapes: Sequence[StepShape], num_tokens: int, num_rows: int) -> StepShape:
-    """The smallest shape that holds a step. Raises ValueError if none does: the scheduler broke its limits."""
-    decode_only = num_tokens == num_rows
+def pick_shape(shapes: Sequence[StepShape], groups: Sequence[tuple[int, int]]) -> StepShape:
+    """The smallest shape that holds (tokens, rows) of every data group. Raises ValueError if none does: the scheduler
+    broke its limits."""
+    num_tokens, num_rows = (max(sizes) for sizes in zip(*groups, strict=True))
+    decode_only = all(tokens == rows for tokens, rows in groups)
     for shape in shapes:
         fits = num_tokens <= shape.num_tokens and num_rows <= shape.num_rows
         if fits and (decode_only or shape.num_tokens > shape.num_rows):

@@ -1,17 +1,18 @@
 """The jitted step: packed inputs in, sampled tokens out, all state on the device and donated.
 
-Axis letters: T tokens, S rows, U slots (one spare for padding rows), V vocab, n top log-probabilities.
+Axis letters: G data groups; T tokens, S rows, U slots (one of a group is spare, for padding rows) of all groups, or on
+a device of its own; V vocab, n top log-probabilities.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from model.sampling import SamplingState, TokenLogprobs, prompt_logprobs, sample
+from model.sampling import SamplingFlags, SamplingRows, SamplingState, TokenLogprobs, prompt_logprobs, sample
 from model.transformer import Transformer, last_hidden
-from model.vocabulary import Vocabulary
 from pallas_kernels.latent_attention.api import LatentLayout
 from pallas_kernels.ragged_paged_attention.api import KVLayout
 from serving.runner.packing import unpack
@@ -31,8 +32,9 @@ class StepOutputs(NamedTuple):
     prompt_logprobs: TokenLogprobs  # [T]
 
 
-def state_shapes(layout: KVLayout | LatentLayout, max_num_seqs: int, vocab_size: int) -> DeviceState:
-    slots = max_num_seqs + 1
+def state_shapes(layout: KVLayout | LatentLayout, num_groups: int, max_num_seqs: int, vocab_size: int) -> DeviceState:
+    """layout: of the pages of all groups. max_num_seqs: of one group."""
+    slots = num_groups * (max_num_seqs + 1)
 
     def make() -> DeviceState:
         per_token = (jnp.zeros((slots, vocab_size), dtype) for dtype in (jnp.float32, bool, jnp.int32))
@@ -57,36 +59,72 @@ def with_shardings(rules: AxisRules, shapes: DeviceState, kv_axes: Axes = KVLayo
 
 
 def run_step(
-    model: Transformer, state: DeviceState, packed: Int[Array, " size"], shape: StepShape, row_pages: int,
+    model: Transformer, state: DeviceState, packed: Int[Array, "G size"], shape: StepShape, row_pages: int,
     num_logprobs: int,
 ) -> tuple[DeviceState, StepOutputs]:
     """One ragged step: forward pass, sampling, and the tokens stored for the next step to pick up."""
-    inputs = unpack(packed, shape, row_pages)
-    rows = inputs.rows
-    known = inputs.batch.tokens[: shape.num_rows]  # decode rows come first: row s owns token s
-    fed = jnp.where(inputs.from_device[: shape.num_rows], state.last_token[rows.slot], known)
-    batch = inputs.batch._replace(tokens=inputs.batch.tokens.at[: shape.num_rows].set(fed))
-
-    hidden, kv_pages = model(state.kv_pages, batch)
-    logits = model.logits(last_hidden(hidden, batch.cu_q_lens))
-    whole = Vocabulary(size=model.config.vocab_size)
-    token, logprobs, sampling = sample(
-        logits, rows, inputs.flags, state.sampling, num_logprobs=num_logprobs, vocabulary=whole
+    rules, inputs = model.rules, unpack(packed, shape, row_pages)
+    batch, num_rows = inputs.batch, len(inputs.rows.slot)
+    (tokens,) = rules.map_over_shards(
+        _feed, (batch.tokens, inputs.from_device, inputs.rows.slot, state.last_token),
+        (("tokens",), ("tokens",), ("rows",), ("slots",)), (("tokens",),), (batch.tokens.shape,),
     )
-    of_prompt = prompt_logprobs(
-        hidden, inputs.prompt_targets, inputs.flags.prompt_logprobs, model.logits, num_logprobs=num_logprobs,
-        vocabulary=whole,
-    )  # fmt: skip
-    last_token = state.last_token.at[rows.slot].set(jnp.where(rows.samples, token, state.last_token[rows.slot]))
+    hidden, kv_pages = model(state.kv_pages, batch._replace(tokens=tokens))
+
+    sampling_axes = ("slots", "vocab")
+    vocabulary = model.vocabulary
+
+    def finish(hidden, matrix, cu_q_lens, rows: SamplingRows, flags, targets, last_token, sampling):
+        """On each device: its group's rows, its part of the vocabulary."""
+        enabled, project = SamplingFlags(*flags[0]), partial(model.project, matrix)
+        logits = project(last_hidden(hidden, cu_q_lens))
+        token, logprobs, sampling = sample(logits, rows, enabled, sampling, num_logprobs=num_logprobs,
+                                           vocabulary=vocabulary)
+        of_prompt = prompt_logprobs(hidden, targets, enabled.prompt_logprobs, project, num_logprobs=num_logprobs,
+                                    vocabulary=vocabulary)
+        last_token = last_token.at[rows.slot].set(jnp.where(rows.samples, token, last_token[rows.slot]))
+        return token, logprobs, of_prompt, last_token, sampling
+
+    token, logprobs, of_prompt, last_token, sampling = rules.map_over_shards(
+        finish,
+        (hidden, model.output_matrix, batch.cu_q_lens, inputs.rows, inputs.flags, inputs.prompt_targets,
+         state.last_token, state.sampling),
+        (("tokens",), ("vocab", "embed"), ("groups",), ("rows",), ("groups",), ("tokens",), ("slots",), sampling_axes),
+        (("rows",), ("rows",), ("tokens",), ("slots",), sampling_axes),
+        ((num_rows,), (num_rows,), batch.tokens.shape, state.last_token.shape, state.sampling.bias.shape),
+    )
     return DeviceState(kv_pages, last_token, sampling), StepOutputs(token, logprobs, of_prompt)
 
 
-def set_bias(bias: Float[Array, "U V"], slot: Int[Array, ""], row: Float[Array, " V"]) -> Float[Array, "U V"]:
-    return bias.at[slot].set(row)
+def _feed(tokens: Int[Array, " T"], from_device: Bool[Array, " T"], slots: Int[Array, " S"],
+          last_token: Int[Array, " U"]) -> tuple[Int[Array, " T"]]:  # fmt: skip
+    """Decode rows come first: row s owns token s, which may be known to the device only."""
+    num_rows = len(slots)
+    fed = jnp.where(from_device[:num_rows], last_token[slots], tokens[:num_rows])
+    return (tokens.at[:num_rows].set(fed),)
+
+
+def set_bias(rules: AxisRules, bias: Float[Array, "U V"], slot: Int[Array, ""], row: Float[Array, " V"]
+             ) -> Float[Array, "U V"]:  # fmt: skip
+    return _set_rows(rules, slot, (bias,), (row,))[0]
 
 
 def set_counts(
-    seen: Bool[Array, "U V"], counts: Int[Array, "U V"], slot: Int[Array, ""], prompt_row: Bool[Array, " V"],
-    output_row: Int[Array, " V"],
+    rules: AxisRules, seen: Bool[Array, "U V"], counts: Int[Array, "U V"], slot: Int[Array, ""],
+    prompt_row: Bool[Array, " V"], output_row: Int[Array, " V"],
 ) -> tuple[Bool[Array, "U V"], Int[Array, "U V"]]:
-    return seen.at[slot].set(prompt_row), counts.at[slot].set(output_row)
+    return _set_rows(rules, slot, (seen, counts), (prompt_row, output_row))
+
+
+def _set_rows(rules: AxisRules, slot, states: tuple[Array, ...], rows: tuple[Array, ...]):
+    """Each device sets the row if it holds the slot. slot: of those of all groups."""
+    shape = states[0].shape
+
+    def set_rows(slot, states, rows):
+        here = slot - rules.place("slots", shape[0]) * len(states[0])
+        here = jnp.where(here >= 0, here, len(states[0]))  # beyond the end: dropped, where -1 would be the last
+        return (tuple(x.at[here].set(row, mode="drop") for x, row in zip(states, rows, strict=True)),)
+
+    axes = ("slots", "vocab")
+    (states,) = rules.map_over_shards(set_rows, (slot, states, rows), ((), axes, ("vocab",)), (axes,), (shape,))
+    return states

@@ -55,8 +55,9 @@ def kv_pages(config: ModelConfig, num_pages: int = 64, page_size: int = 8, dtype
 
 
 def batch(rows: Sequence[tuple[Sequence[int], int]], *, num_tokens: int, num_rows: int, row_pages: int = 8,
-          page_size: int = 8) -> StepBatch:
-    """rows: (new tokens, tokens already cached). Row s owns the pages 1 + s * row_pages ..."""
+          page_size: int = 8, num_groups: int = 1) -> StepBatch:
+    """rows: (new tokens, tokens already cached). Row s owns the pages 1 + s * row_pages ... All data groups have the
+    same rows."""
     tokens, positions = np.zeros(num_tokens, np.int32), np.zeros(num_tokens, np.int32)
     kv_lens, cu_q_lens = np.zeros(num_rows, np.int32), np.zeros(num_rows + 1, np.int32)
     at = 0
@@ -66,8 +67,8 @@ def batch(rows: Sequence[tuple[Sequence[int], int]], *, num_tokens: int, num_row
         kv_lens[row], cu_q_lens[row + 1 :] = start + len(new), at
     table = 1 + np.arange(num_rows * row_pages, dtype=np.int32).reshape(num_rows, row_pages)
     decode = next((i for i, (new, _) in enumerate(rows) if len(new) > 1), len(rows))
-    return StepBatch(*map(jnp.asarray, (tokens, positions, table, kv_lens, cu_q_lens,
-                                        np.array([decode, decode, len(rows)], np.int32))))
+    arrays = (tokens, positions, table, kv_lens, cu_q_lens, np.array([decode, decode, len(rows)], np.int32))
+    return StepBatch(*(jnp.asarray(np.concatenate([x] * num_groups)) for x in arrays))
 
 
 @nnx.jit(donate_argnums=1)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from model.sampling import SamplingFlags
 from serving.engine.plan import GroupPlan, RowPlan, StepPlan
 from serving.errors import ConfigError
 from serving.request import SamplingParams
@@ -27,7 +28,7 @@ def test_every_legal_step_has_a_shape(max_num_seqs, extra, data):
     shapes = step_shapes(max_num_seqs, max_num_seqs + extra)
     rows = data.draw(st.integers(0, max_num_seqs))
     tokens = data.draw(st.integers(rows, max_num_seqs + extra)) if rows else 0
-    shape = pick_shape(shapes, tokens, rows)
+    shape = pick_shape(shapes, [(tokens, rows), (0, 0)])
     assert shape.num_tokens >= tokens and shape.num_rows >= rows
     if shape.num_tokens == shape.num_rows:
         assert tokens == rows  # decode shapes hold decode rows only
@@ -35,7 +36,7 @@ def test_every_legal_step_has_a_shape(max_num_seqs, extra, data):
 
 def test_a_step_beyond_every_shape_is_an_error():
     with pytest.raises(ValueError, match="no compiled shape holds 129 tokens of 3 rows"):
-        pick_shape(step_shapes(8, 128), 129, 3)
+        pick_shape(step_shapes(8, 128), [(1, 1), (129, 3)])
 
 
 def row(slot: int, start: int, tokens, **fields) -> RowPlan:
@@ -51,12 +52,12 @@ def one_group(**plan) -> StepPlan:
 
 
 def unpacked(packer: Packer, plan: StepPlan, shape: StepShape, biased=(False,) * 4):
-    vector = packer.pack(plan, shape, biased)
-    return jax.tree.map(np.asarray, jax.jit(lambda v: unpack(v, shape, ROW_PAGES))(vector))
+    packed = packer.pack(plan, shape, [biased] * len(plan.groups))
+    return jax.tree.map(np.asarray, jax.jit(lambda x: unpack(x, shape, ROW_PAGES))(packed))
 
 
 def test_round_trip():
-    packer = Packer(max_num_seqs=4, row_pages=ROW_PAGES)
+    packer = Packer(num_groups=1, max_num_seqs=4, row_pages=ROW_PAGES)
     sampling = SamplingParams(temperature=0.7, top_k=-1, top_p=0.9, min_p=0.1, seed=-3, frequency_penalty=-1.5)
     plan = one_group(num_decode=2, rows=[
         row(3, 40, None, sampling=sampling), row(0, 7, [123]), row(1, 16, [5, 6, 7], samples=False),
@@ -76,20 +77,35 @@ def test_round_trip():
     assert rows.temperature[0] == np.float32(0.7) and rows.top_k[0] == 0 and rows.top_p[0] == np.float32(0.9)
     assert rows.frequency_penalty[0] == np.float32(-1.5)
     assert rows.seed[0].view(np.uint32).tolist() == [0xFFFFFFFF, 0xFFFFFFFD]
-    flags = got.flags
+    flags = SamplingFlags(*got.flags[0])
     assert flags.random and flags.top_p and flags.penalized and not flags.top_k and not flags.biased
 
 
 def test_flags_follow_only_rows_that_sample():
-    packer = Packer(max_num_seqs=4, row_pages=ROW_PAGES)
+    packer = Packer(num_groups=1, max_num_seqs=4, row_pages=ROW_PAGES)
     asks = SamplingParams(temperature=1.0, top_k=5, logprobs=2, presence_penalty=1.0)
     plan = one_group(num_decode=0, rows=[row(0, 0, [1, 2], sampling=asks, samples=False)])
-    flags = unpacked(packer, plan, StepShape(8, 4), biased=(True, False, False, False)).flags
+    flags = SamplingFlags(*unpacked(packer, plan, StepShape(8, 4), biased=(True, False, False, False)).flags[0])
     assert flags.biased and not (flags.random or flags.top_k or flags.logprobs or flags.penalized)
 
 
+def test_groups_lie_one_after_the_other_and_take_the_same_branches():
+    packer = Packer(num_groups=3, max_num_seqs=4, row_pages=ROW_PAGES)
+    one = GroupPlan(num_decode=1, rows=[row(2, 9, [7], sampling=SamplingParams(top_k=3, temperature=1.0))])
+    two = GroupPlan(num_decode=0, rows=[row(2, 4, [8, 9], sampling=SamplingParams(temperature=0))])
+    got = unpacked(packer, StepPlan(groups=[one, GroupPlan(), two]), StepShape(4, 2))
+    assert got.batch.tokens.tolist() == [7, 0, 0, 0] + [0] * 4 + [8, 9, 0, 0]
+    assert got.batch.positions.tolist() == [9, 0, 0, 0] + [0] * 4 + [4, 5, 0, 0]
+    assert got.batch.kv_lens.tolist() == [10, 0, 0, 0, 6, 0]
+    assert got.batch.cu_q_lens.tolist() == [0, 1, 1, 0, 0, 0, 0, 2, 2]  # of each group from 0
+    assert got.batch.distribution.tolist() == [1, 1, 1, 0, 0, 0, 0, 0, 1]
+    assert got.rows.slot.tolist() == [2, 4, 4, 4, 2, 4]
+    assert got.rows.temperature[[0, 4]].tolist() == [1.0, 0.0]
+    assert (got.flags == got.flags[0]).all() and SamplingFlags(*got.flags[0]).top_k
+
+
 def test_a_slot_forgets_its_last_owner():
-    packer = Packer(max_num_seqs=4, row_pages=ROW_PAGES)
+    packer = Packer(num_groups=1, max_num_seqs=4, row_pages=ROW_PAGES)
     first = one_group(num_decode=1, rows=[row(0, 3, [1], sampling=SamplingParams(temperature=0.25))])
     unpacked(packer, first, StepShape(2, 2))
     other = row(0, 3, [1], request_id="other", sampling=SamplingParams(temperature=2.0))
