@@ -156,7 +156,7 @@ class EngineCore:
                 if self._owners.get(request_id) == client:
                     self._abort([request_id])
             case FlushCache():
-                self._port.send(client, CacheFlushed(self._scheduler.kv.flush()))
+                self._port.send(client, CacheFlushed(self._scheduler.flush()))
             case Goodbye():
                 self._detach(client)
             case Shutdown(grace_seconds):

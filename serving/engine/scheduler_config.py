@@ -1,4 +1,4 @@
-"""The limits a scheduler keeps to."""
+"""The limits a scheduler keeps to. Sequences, tokens and pages are those of each data group."""
 
 from dataclasses import dataclass
 
@@ -8,6 +8,7 @@ from serving.engine.plan import Runner
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
+    num_groups: int
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
@@ -26,6 +27,7 @@ class SchedulerConfig:
     @classmethod
     def of(cls, runner: Runner, eos_token_ids: tuple[int, ...], config: EngineConfig) -> "SchedulerConfig":
         return cls(
+            num_groups=runner.num_groups,
             max_num_seqs=runner.max_num_seqs,
             max_num_batched_tokens=runner.max_num_batched_tokens,
             max_model_len=runner.max_model_len,

@@ -7,13 +7,22 @@ A pending token has been sampled by a step that is still in flight; its value is
 feeds the last token, known or pending, so num_computed is at most num_tokens + num_pending.
 """
 
+from __future__ import annotations
+
 from collections.abc import Hashable
+from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from serving.engine.sampling_state import SamplingState
 from serving.kv.cache import PageTable
 from serving.request import EngineRequest, FinishReason, Logprobs, TokenEvent
+
+if TYPE_CHECKING:
+    from serving.engine.group import Group
+
+by_rank = attrgetter("rank")
 
 
 class Sequence:
@@ -43,7 +52,8 @@ class Sequence:
         self.num_computed = 0
         self.namespace = namespace  # of the prefix cache; None: it shares no pages
         self.table = PageTable(-(-self.end // page_size))
-        self.slot = -1  # -1: waiting
+        self.slot = -1  # in its group; -1: waiting
+        self.group: Group | None = None  # where it runs; of one that waits, the group that frees pages for it
         self.sampling_state = sampling_state
         self.finish_reason: FinishReason | None = None
         self.leader: Sequence | None = None  # is computing pages that this one waits for ...

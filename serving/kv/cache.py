@@ -56,6 +56,11 @@ class KVCache:
         """Pages that live sequences use."""
         return self.pool.num_usable - self.num_available
 
+    @property
+    def usage(self) -> float:
+        """Share of the pages that live sequences use."""
+        return self.num_held / self.pool.num_usable
+
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
@@ -64,22 +69,24 @@ class KVCache:
         num_pages = (len(tokens) - 1) // self.page_size
         return Match(*self.tree.match(namespace, tokens[: num_pages * self.page_size].tobytes()))
 
-    def admit(self, table: PageTable, match: Match | None, num_tokens: int, headroom: int) -> bool:
-        """Fills an empty table with the matched pages and new ones for `num_tokens` tokens in all. Without a match the
-        table has nothing to do with the prefix cache.
+    def has_room(self, match: Match | None, num_tokens: int, headroom: int) -> bool:
+        """Whether `headroom` pages stay available once a table has the matched pages and new ones for `num_tokens`
+        tokens in all."""
+        available, wanted = self.num_available, self.pages_for(num_tokens)
+        if match is not None:
+            available -= self.tree.num_evictable_on_path(match.node)
+            wanted -= len(match.pages)
+        return wanted + headroom <= available
 
-        False, and nothing changed, unless `headroom` more pages stay available."""
+    def admit(self, table: PageTable, match: Match | None, num_tokens: int) -> None:
+        """Fills an empty table with the matched pages and new ones for `num_tokens` tokens in all, for which there must
+        be room. Without a match the table has nothing to do with the prefix cache."""
         if match is not None:
             self.tree.lock(match.node)
-        num_matched = len(match.pages) if match else 0
-        if self.pages_for(num_tokens) - num_matched + headroom > self.num_available:
-            if match is not None:
-                self.tree.unlock(match.node)
-            return False
-        if match is not None:
-            table.node, table.num_shared = match.node, num_matched
+            table.node, table.num_shared = match.node, len(match.pages)
             table.append(match.pages)
-        return self.grow(table, num_tokens)
+        grown = self.grow(table, num_tokens)
+        assert grown, "a sequence is admitted without room for it"
 
     def grow(self, table: PageTable, num_tokens: int) -> bool:
         """Makes room for `num_tokens` tokens, evicting cached pages if need be. False, and nothing changed, if that is

@@ -42,12 +42,10 @@ class RadixTree:
     def match(self, namespace: Hashable, key: bytes) -> tuple[Node, list[int]]:
         """The longest cached prefix of `key` (whole pages): its last node, which ends exactly there, and its pages.
 
-        The node is not locked yet: lock it before anything else can evict it. A namespace that did not exist
-        begins to, and lasts until its last page and lock are gone."""
+        The node is not locked yet: lock it before anything else can evict it. A namespace begins when a node of it is
+        locked, and lasts until its last page and lock are gone."""
         root = self._roots.get(namespace)
-        if root is None:
-            root = self._roots[namespace] = Node(None, b"", [], 0, namespace)
-        return self._descend(root, key)
+        return self._descend(Node(None, b"", [], 0, namespace) if root is None else root, key)
 
     def insert(self, node: Node, key: bytes, pages: list[int]) -> tuple[Node, list[int]]:
         """Adds `pages`, which hold the tokens of `key`, below `node`, which the caller has locked.
@@ -70,6 +68,8 @@ class RadixTree:
     def lock(self, node: Node) -> None:
         """Keeps the node and its path to the root from eviction."""
         self._lock_path(node, until=None)
+        if node.parent is None:
+            assert self._roots.setdefault(node.namespace, node) is node, "the match is no longer valid"
 
     def unlock(self, node: Node) -> None:
         """Undoes one `lock`, and marks the path as just used."""
@@ -85,6 +85,15 @@ class RadixTree:
             at = at.parent
         if not node.locks and not node.children:
             self._became_leaf(node)
+
+    def num_evictable_on_path(self, node: Node) -> int:
+        """Pages from the root to the node's end that could be evicted now, but not once the node is locked."""
+        count = 0
+        at: Node | None = node
+        while at is not None and not at.locks:  # a locked node's parents are locked too
+            count += len(at.pages)
+            at = at.parent
+        return count
 
     def evict(self, num_pages: int) -> list[int]:
         """Gives up `num_pages` pages (at most `num_evictable`), which are the caller's now."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from serving.config import EngineConfig
+from serving.engine.group import Group
 from serving.engine.scheduler import Scheduler
 from serving.engine.scheduler_config import SchedulerConfig
 from serving.engine.step import Step
@@ -25,6 +26,9 @@ class Harness:
         self.runner = runner or FakeRunner()
         config = EngineConfig(**config)
         self.scheduler = Scheduler(SchedulerConfig.of(self.runner, EOS, config), clock=lambda: 7.0)
+        self._available: dict[Group, int] = {}  # pages when the step was planned, before duplicates were freed
+        for group in self.scheduler.groups:
+            self._watch(group)
         self.overlap = overlap
         self.live: dict[str, Live] = {}
         self.finished: dict[str, TokenEvent] = {}
@@ -70,28 +74,40 @@ class Harness:
             self.step()
         assert not self.busy, f"not done after {limit} steps"
         assert not self.live
-        kv = self.scheduler.kv
-        assert kv.num_held == 0
+        assert all(group.kv.num_held == 0 for group in self.scheduler.groups)
         if not self.scheduler.config.enable_prefix_caching:
-            assert kv.tree.num_pages == 0, "pages of a group stayed behind"
-        assert kv.flush() and kv.pool.num_free == kv.pool.num_usable
+            assert all(group.kv.tree.num_pages == 0 for group in self.scheduler.groups), "pages stayed behind"
+        assert self.scheduler.flush()
+        assert all(group.kv.pool.num_free == group.kv.pool.num_usable for group in self.scheduler.groups)
         self.scheduler.check_integrity()
 
+    def _watch(self, group: Group) -> None:
+        publish = group.publish_prefilled
+
+        def watched() -> None:
+            self._available[group] = group.kv.num_available
+            publish()
+
+        group.publish_prefilled = watched
+
     def _schedule(self) -> Step | None:
-        running = self.scheduler._running
-        ready = [
-            seq
-            for seq in running
-            if seq.total - seq.num_computed == 1
-            and seq.num_computed < seq.end
-            and not (seq.num_pending and seq.sampling_state and seq.sampling_state.needs_outputs)
-        ]
+        ready = {
+            group: [
+                seq
+                for seq in group.running
+                if seq.total - seq.num_computed == 1
+                and seq.num_computed < seq.end
+                and not (seq.num_pending and seq.sampling_state and seq.sampling_state.needs_outputs)
+            ]
+            for group in self.scheduler.groups
+        }
         step = self.scheduler.schedule()
         self.scheduler.check_integrity()
-        planned = set(map(id, step.sequences)) if step else set()
-        skipped = [seq for seq in ready if id(seq) not in planned and seq.slot >= 0]
-        if skipped:  # only the last in rank, and only for want of a page
-            assert skipped == [self.scheduler._running[-1]] and not self.scheduler.kv.num_available
+        planned = set(step.sequences) if step else set()
+        for group, seqs in ready.items():
+            skipped = [seq for seq in seqs if seq not in planned and seq.slot >= 0]
+            if skipped:  # only the last in rank, and only for want of a page
+                assert skipped == [group.running[-1]] and not self._available[group]
         threshold = self.scheduler.config.long_prefill_token_threshold
         if step is not None and threshold:
             assert all(row.num_tokens <= threshold for row in step.plan.rows)

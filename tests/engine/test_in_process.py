@@ -57,8 +57,8 @@ def test_500_requests_with_random_cancels_in_a_tiny_pool(caching):
         await client.shutdown(1.0)
 
     asyncio.run(main())
-    kv = client.scheduler.kv
-    assert kv.num_held == 0 and kv.flush() and kv.pool.num_free == kv.pool.num_usable
+    for group in client.scheduler.groups:
+        assert group.kv.num_held == 0 and group.kv.flush() and group.kv.pool.num_free == group.kv.pool.num_usable
     assert client.scheduler.stats.num_preemptions > 0
 
 

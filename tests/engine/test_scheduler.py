@@ -166,7 +166,7 @@ def test_prompt_logprobs_do_not_read_the_cache_but_fill_it():
         while harness.busy:
             harness.step()
     assert harness.first_events["b"].num_cached_tokens == 0
-    harness.scheduler.kv.flush()
+    harness.scheduler.flush()
     harness.add(make_request("c", PROMPT, prompt_logprobs=0))
     harness.add(make_request("d", PROMPT))
     harness.run()
@@ -237,7 +237,7 @@ def test_aborts_free_pages_wherever_the_request_is():
     for name in ("chunking", "waiting", "running"):
         harness.abort(name)
     assert harness.scheduler.abort("running") is None
-    assert harness.scheduler.kv.num_held == 0 and harness.busy  # a step is still in flight
+    assert harness.scheduler.snapshot().kv_cache_usage == 0 and harness.busy  # a step is still in flight
     harness.run()
 
 

@@ -14,7 +14,10 @@ PROMPT = tokens(*range(10, 22))  # three pages of four
 def admitted(kv: KVCache, prompt: np.ndarray, headroom=0, namespace: str | None = "") -> PageTable | None:
     table = PageTable(8)
     match = None if namespace is None else kv.match(namespace, prompt)
-    return table if kv.admit(table, match, len(prompt), headroom) else None
+    if not kv.has_room(match, len(prompt), headroom):
+        return None
+    kv.admit(table, match, len(prompt))
+    return table
 
 
 def test_a_full_hit_leaves_the_last_token_to_compute():
