@@ -1,7 +1,8 @@
 """Prometheus metrics under vLLM's names, in a registry of their own.
 
 Gauges and counters are read from the engine's books (`EngineStats`) when somebody scrapes; histograms are observed by
-the generation pipeline as tokens arrive. `pageloom:` names are our own.
+the generation pipeline as tokens arrive. `pageloom:` names are our own. What is told of each data group carries its
+index as `engine`; all else, the one queue too, carries the first.
 """
 
 import time
@@ -11,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from serving.request import EngineInfo, EngineRequest, EngineStats, TokenEvent
+from serving.request import EngineInfo, EngineRequest, EngineStats, GroupStats, TokenEvent
 
 LABELS = ("model_name", "engine")
 SHORT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20,
@@ -37,10 +38,13 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "iteration_tokens_total": ("Tokens in an engine step", STEP_TOKENS),
 }
 
+GROUP_GAUGES: dict[str, tuple[str, Callable[[GroupStats], float]]] = {
+    "vllm:num_requests_running": ("Sequences in the running batch", lambda g: g.num_running),
+    "vllm:kv_cache_usage_perc": ("Share of KV pages that are held, 0 to 1", lambda g: g.kv_cache_usage),
+}
+
 GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
-    "vllm:num_requests_running": ("Sequences in the running batch", lambda s: s.num_running),
     "vllm:num_requests_waiting": ("Sequences waiting to be scheduled", lambda s: s.num_waiting),
-    "vllm:kv_cache_usage_perc": ("Share of KV pages that are held, 0 to 1", lambda s: s.kv_cache_usage),
 }
 
 COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
@@ -64,7 +68,13 @@ class EngineCollector(Collector):
         self._labels, self._info, self._stats = labels, info, stats
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
+        stats, info = self._stats(), self._info
+        groups = stats.groups or [GroupStats()] * info.num_groups
+        for name, (help_text, read) in GROUP_GAUGES.items():
+            gauge = GaugeMetricFamily(name, help_text, labels=LABELS)
+            for index, group in enumerate(groups):
+                gauge.add_metric(self._group_labels(index), read(group))
+            yield gauge
         for name, (help_text, read) in GAUGES.items():
             yield self._gauge(name, help_text, read(stats))
         for name, (help_text, read) in COUNTERS.items():
@@ -80,8 +90,12 @@ class EngineCollector(Collector):
                           stats.batch_padding / padded if padded else 0.0)
         cache = GaugeMetricFamily("vllm:cache_config_info", "The KV cache's size",
                                   labels=(*LABELS, "block_size", "num_gpu_blocks"))
-        cache.add_metric((*self._labels, str(self._info.page_size), str(self._info.num_pages)), 1)
+        for index in range(info.num_groups):
+            cache.add_metric((*self._group_labels(index), str(info.page_size), str(info.num_pages)), 1)
         yield cache
+
+    def _group_labels(self, index: int) -> tuple[str, str]:
+        return self._labels[0], str(index)
 
     def _gauge(self, name: str, help_text: str, value: float) -> GaugeMetricFamily:
         gauge = GaugeMetricFamily(name, help_text, labels=LABELS)
@@ -92,9 +106,9 @@ class EngineCollector(Collector):
 class Metrics:
     """The metrics of one front end. `stats` returns the engine's newest books."""
 
-    def __init__(self, model_name: str, info: EngineInfo, stats: Callable[[], EngineStats], engine: str = "0"):
+    def __init__(self, model_name: str, info: EngineInfo, stats: Callable[[], EngineStats]):
         self.registry = CollectorRegistry()
-        self._labels = (model_name, engine)
+        self._labels = (model_name, "0")
         self._stats = stats
         self.registry.register(EngineCollector(self._labels, info, stats))
         self._observe: dict[str, Callable[[float], None]] = {}

@@ -81,12 +81,20 @@ class TokenEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
     error: str = ""  # with finish_reason "error"
 
 
+class GroupStats(msgspec.Struct, kw_only=True):
+    """Of one data group."""
+
+    num_running: int = 0
+    kv_cache_usage: float = 0.0  # held pages / total pages
+
+
 class EngineStats(msgspec.Struct, kw_only=True):
     """The engine's books after a step. Counters only grow; the front end turns them into metrics."""
 
     num_running: int = 0
     num_waiting: int = 0
     kv_cache_usage: float = 0.0  # held pages / total pages
+    groups: list[GroupStats] = []  # the same by data group; empty before the first step
     prefix_cache_queries: int = 0  # counter, tokens
     prefix_cache_hits: int = 0  # counter, tokens
     num_preemptions: int = 0  # counter
@@ -109,10 +117,11 @@ class StepOutput(msgspec.Struct, kw_only=True, tag=True):
 
 
 class EngineInfo(msgspec.Struct, kw_only=True):
-    """What the core tells a front end once it is ready."""
+    """What the core tells a front end once it is ready. Sequences, batched tokens and pages are of each data group."""
 
     max_model_len: int
     vocab_size: int
+    num_groups: int = 1
     max_num_seqs: int
     max_num_batched_tokens: int
     num_pages: int

@@ -27,7 +27,7 @@ from serving.engine.sequence import Sequence, by_rank
 from serving.engine.shared_prefixes import Leaders, follows_leader
 from serving.engine.step import Step
 from serving.errors import InvalidRequest, Overloaded
-from serving.request import EngineRequest, EngineStats, FinishReason, Logprobs, TokenEvent
+from serving.request import EngineRequest, EngineStats, FinishReason, GroupStats, Logprobs, TokenEvent
 
 MAX_PASSED = 16  # sequences that a step may pass over: each costs a look into every group's prefix cache
 
@@ -131,8 +131,9 @@ class Scheduler:
         """The books with the gauges brought up to date. The same object each time."""
         stats = self.stats
         stats.num_waiting = len(self._waiting)
-        stats.num_running = sum(len(group.running) for group in self.groups)
-        stats.kv_cache_usage = sum(group.kv.usage for group in self.groups) / len(self.groups)
+        stats.groups = [GroupStats(num_running=len(g.running), kv_cache_usage=g.kv.usage) for g in self.groups]
+        stats.num_running = sum(group.num_running for group in stats.groups)
+        stats.kv_cache_usage = sum(group.kv_cache_usage for group in stats.groups) / len(stats.groups)
         return stats
 
     def check_integrity(self) -> None:

@@ -2,7 +2,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from serving.api.service import Service
-from serving.request import EngineStats
+from serving.request import EngineStats, GroupStats
 from tests.api.conftest import Serve, client_of
 
 pytestmark = pytest.mark.anyio
@@ -25,8 +25,9 @@ def scrape(service: Service) -> dict[str, dict[tuple[tuple[str, str], ...], floa
 def test_the_engines_books(serve: Serve) -> None:
     service = serve()
     service.engine.stats = EngineStats(
-        num_running=3, num_waiting=2, kv_cache_usage=0.25, prefix_cache_queries=10, prefix_cache_hits=4,
-        num_preemptions=1, prompt_tokens=100, prompt_tokens_cached=40, generation_tokens=50, compile_misses=0,
+        groups=[GroupStats(num_running=3, kv_cache_usage=0.25)], num_waiting=2,
+        prefix_cache_queries=10, prefix_cache_hits=4, num_preemptions=1, prompt_tokens=100, prompt_tokens_cached=40,
+        generation_tokens=50, compile_misses=0,
         step_seconds={"schedule": 0.5, "device": 2.0}, steps=7, batch_tokens=90, batch_padding=10,
     )  # fmt: skip
     samples = scrape(service)
@@ -39,6 +40,21 @@ def test_the_engines_books(serve: Serve) -> None:
     assert {name: samples[name][()] for name in expected} == expected
     assert samples["pageloom:step_seconds_total"][(("part", "device"),)] == 2.0
     assert samples["vllm:cache_config_info"] == {(("block_size", "16"), ("num_gpu_blocks", "100")): 1}
+
+
+def test_a_data_group_is_an_engine(serve: Serve) -> None:
+    service = serve()
+    service.engine.info.num_groups = 2
+    for groups, running in (([], [0, 0]), ([GroupStats(num_running=3), GroupStats(num_running=1)], [3, 1])):
+        service.engine.stats = EngineStats(groups=groups, num_waiting=2)
+        lines = service.metrics.render().decode().splitlines()
+        for engine, count in enumerate(running):
+            labels = f'{{engine="{engine}",model_name="tiny"}}'
+            assert f"vllm:num_requests_running{labels} {count}.0" in lines
+            assert f"vllm:kv_cache_usage_perc{labels} 0.0" in lines
+        assert [line for line in lines if line.startswith("vllm:num_requests_waiting")] == [
+            'vllm:num_requests_waiting{engine="0",model_name="tiny"} 2.0'
+        ]
 
 
 async def test_histograms_and_counts_of_requests(serve: Serve) -> None:

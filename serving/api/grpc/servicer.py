@@ -122,7 +122,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             last_receive_timestamp=self._last_receive, uptime_seconds=time.time() - service.start_time,
             server_type="vllm-grpc", data_parallel_size=1, kv_cache_dtype=info.kv_cache_dtype,
             block_size=info.page_size, attention_backend=info.attention_backend, model_dtype=info.dtype,
-            max_num_seqs=info.max_num_seqs,
+            max_num_seqs=info.max_num_seqs * info.num_groups,
         )  # fmt: skip
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadsResponse:
@@ -130,7 +130,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         if request.HasField("dp_rank") and request.dp_rank != 0:
             await _fail(context, InvalidRequest(f"dp_rank is {request.dp_rank}, must be 0: there is one rank"))
         stats, info = self._service.engine.stats, self._service.engine.info
-        capacity = info.num_pages * info.page_size
+        # The engine balances its data groups by itself: to the outside it is one rank.
+        capacity, max_num_seqs = info.num_groups * info.num_pages * info.page_size, info.num_groups * info.max_num_seqs
         queries = stats.prefix_cache_queries
         load = pb.SchedulerLoad(
             num_running_reqs=stats.num_running, num_waiting_reqs=stats.num_waiting,
@@ -138,7 +139,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             num_used_tokens=round(stats.kv_cache_usage * capacity), max_total_num_tokens=capacity,
             gen_throughput=self._throughput.update(stats.generation_tokens),
             cache_hit_rate=stats.prefix_cache_hits / queries if queries else 0.0,
-            utilization=stats.num_running / info.max_num_seqs, max_running_requests=info.max_num_seqs,
+            utilization=stats.num_running / max_num_seqs, max_running_requests=max_num_seqs,
         )  # fmt: skip
         return pb.GetLoadsResponse(timestamp=datetime.now(UTC).isoformat(), version=self._service.version,
                                    dp_rank_count=1, loads=[load])
