@@ -26,11 +26,12 @@ from model.transformer import Path as ParamPath
 from model.transformer import Transformer, param_axes, param_dtypes, with_params
 from serving.config import EngineConfig
 from serving.errors import ConfigError
+from serving.report import start_report
 from serving.request import EngineInfo
 from serving.runner.compiler import use_persistent_cache
-from serving.runner.memory import bytes_per_device
 from serving.runner.runner import ModelRunner, RunnerConfig
 from serving.tokenizer.load import load_tokenizer
+from sharding.copies import stored_layout, with_copies, without_copies
 from sharding.mesh import MeshError, make_mesh, parse_mesh
 from sharding.rules import AxisRules
 
@@ -44,8 +45,14 @@ class LoadedModel:
     kernels: Kernels
 
     @property
+    def stored_params(self) -> dict[ParamPath, jax.Array]:
+        """As a checkpoint has them: every kv head once."""
+        return {path: without_copies(self.model.rules, axes, self.params[path])
+                for path, (_, axes) in param_axes(self.model).items()}  # fmt: skip
+
+    @property
     def num_parameters(self) -> int:
-        return sum(value.size for value in self.params.values())
+        return sum(value.size for value in self.stored_params.values())
 
 
 @contextmanager
@@ -75,13 +82,15 @@ def _load(
     kernels = _kernels(config, engine, rules, dtype)
     model = model_shapes(config, rules, kernels, dtype)
     axes, dtypes = param_axes(model), param_dtypes(model)
-    shapes = {path: shape for path, (shape, _) in axes.items()}
-    shardings = {path: rules.sharding(names, shape) for path, (shape, names) in axes.items()}
+    stored = {path: stored_layout(rules, names, shape) for path, (shape, names) in axes.items()}
+    shapes = {path: shape for path, (shape, _) in stored.items()}
+    shardings = {path: sharding for path, (_, sharding) in stored.items()}
     if checkpoint.source is None:
         params = restore_params(checkpoint.path, shapes, shardings, dtypes)
     else:
         params = load_params(checkpoint.source, param_sources(config, shapes), shapes, shardings, dtypes,
                              ignore=may_be_left_over(config), progress=progress)
+    params = {path: with_copies(rules, names, shape, params[path]) for path, (shape, names) in axes.items()}
     return LoadedModel(with_params(model, params), checkpoint.config, params, dtype, kernels)
 
 
@@ -122,6 +131,7 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[ModelRun
     info = EngineInfo(
         max_model_len=runner.max_model_len,
         vocab_size=model.vocab_size,
+        num_groups=runner.num_groups,
         max_num_seqs=runner.max_num_seqs,
         max_num_batched_tokens=runner.max_num_batched_tokens,
         num_pages=runner.num_pages,
@@ -134,7 +144,8 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[ModelRun
         num_parameters=loaded.num_parameters,
     )
     if progress:
-        _report(runner, loaded, info)
+        report = start_report(runner, loaded.model, loaded.params, loaded.kernels, info)
+        print("\n".join(report), file=sys.stderr, flush=True)
     eos_ids = dict.fromkeys((*model.eos_ids, *tokenizer.eos_ids))
     eos_ids = tuple(token_id for token_id in eos_ids if 0 <= token_id < model.vocab_size)  # no other can be made
     return runner, info, eos_ids
@@ -167,40 +178,3 @@ def _runner_config(config: EngineConfig, model: ModelConfig, progress: bool) -> 
         memory_share=config.gpu_memory_utilization,
         progress=progress,
     )
-
-
-def _kernel_lines(kernels: Kernels) -> Iterator[str]:
-    chosen = {"Attention": kernels.attention.choice, "Experts": kernels.experts}
-    for what, choice in chosen.items():
-        if choice is not None:
-            simulated = ", simulated on the CPU: exact and slow" if choice.simulated else ""
-            because = "" if choice.fallback is None else f", because of {choice.fallback}"
-            yield f"{what}: {choice.name}{simulated}{because}"
-
-
-def _report(runner: ModelRunner, loaded: LoadedModel, info: EngineInfo) -> None:
-    """What was chosen, and what could not be sharded."""
-    model, rules, memory = loaded.model.config, loaded.model.rules, runner.memory
-    tokens = (info.num_pages - 1) * info.page_size
-    weights = bytes_per_device(list(loaded.params.values()))
-    on_each = " on each device" if rules.mesh.size > 1 else ""
-    lines = [
-        f"Model {model.family}: {info.num_parameters / 1e6:.1f}M parameters, {model.num_layers} layers, {info.dtype}, "
-        f"{weights / 1e6:.0f} MB{on_each}",
-        f"Mesh {info.mesh} on {jax.default_backend()} ({rules.mesh.size} of {jax.device_count()} devices)",
-        *_kernel_lines(loaded.kernels),
-        *(f"Replicated: {axis}: {why}" for axis, why in rules.replicated.items()),
-        f"KV cache: {info.num_pages - 1} pages of {info.page_size} tokens = {tokens} tokens, "
-        f"{runner.kv_bytes / 1e6:.0f} MB{on_each}, {tokens / info.max_model_len:.1f} sequences of "
-        f"{info.max_model_len} tokens",
-    ]
-    if info.max_model_len < model.max_position:
-        lines.append(f"Context: {info.max_model_len} tokens, of the {model.max_position} that the model could use")
-    if memory is not None:
-        lines.append(
-            f"Memory: {memory.share:.1%} of {memory.limit / 1e9:.1f} GB may be used: weights and state "
-            f"{memory.fixed / 1e6:.0f} MB, a step's temporaries {memory.temporary / 1e6:.0f} MB, the rest KV"
-        )
-    lines.append(f"Steps: up to {info.max_num_seqs} sequences and {info.max_num_batched_tokens} tokens, "
-                 f"{len(runner.shapes)} compiled shapes")
-    print("\n".join(lines), file=sys.stderr, flush=True)

@@ -31,7 +31,8 @@ def compile_step(target: Target, step: StepConfig, backend_name: str, shape: Ste
     page_bytes = bytes_per_device(page)
     num_pages = step.kv_bytes // page_bytes
     layout = kernels.kv_layout(config, num_pages)
-    state = with_shardings(rules, state_shapes(layout, rules.num_groups, step.max_num_seqs, config.vocab_size), layout.axes)
+    shapes = state_shapes(layout, rules.num_groups, step.max_num_seqs, config.vocab_size)
+    state = with_shardings(rules, shapes, layout.axes)
 
     model = model_shapes(config, rules, kernels, dtype)
     dtypes = param_dtypes(model)

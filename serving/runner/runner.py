@@ -94,9 +94,16 @@ class ModelRunner:
     # Set-up
 
     @property
-    def kv_bytes(self) -> int:
-        """Of the KV cache, on one device."""
-        return bytes_per_device(self._state.kv_pages)
+    def memory_usage(self) -> dict[str, int]:
+        """Bytes on one device, by kind. Temporaries are those of the largest step."""
+        kv = bytes_per_device(self._state.kv_pages)
+        largest = self._steps[self.shapes[-1]].memory_analysis()
+        return {
+            "weights": bytes_per_device(self._params),
+            "KV": kv,
+            "sampling state": bytes_per_device(self._state) - kv,
+            "temporaries": 0 if largest is None else largest.temp_size_in_bytes,
+        }
 
     @property
     def _row_pages(self) -> int:
