@@ -18,6 +18,7 @@ from pallas_kernels.ragged_paged_attention.mosaic_gpu.config import QUERY_ROWS, 
 from pallas_kernels.ragged_paged_attention.mosaic_gpu.kernel import Launch
 from pallas_kernels.ragged_paged_attention.mosaic_gpu.merge import merge
 from pallas_kernels.ragged_paged_attention.mosaic_gpu.schedule import Segment
+from pallas_kernels.ragged_paged_attention.reach import WHOLE
 
 _HALF = KV_TOKENS // 2  # keys of a KV block whose scores one warpgroup makes
 
@@ -41,12 +42,12 @@ def attend(
     launch = Launch(
         group=num_heads, num_kv_heads=1, num_pages=num_pages, page_size=page_size, head_dim=latent_dim,
         dtype=q_latent.dtype, kv_dtype=kv_pages.dtype, blocks=Blocks(kv_tokens=KV_TOKENS, warpgroups=1), sms=sms,
-        window=None, soft_cap=soft_cap, tree_words=0 if tree is None else tree.shape[0], bias=False, sinks=False,
+        reach=WHOLE, soft_cap=soft_cap, tree_words=0 if tree is None else tree.shape[0], bias=False, sinks=False,
         mean_tokens=page_table.size * page_size // 2, interpret=interpret,
     )  # fmt: skip
     work = schedule.make_schedule(
         schedule.Batch(kv_lens, cu_q_lens, distribution.at[0].set(0)), group=num_heads, num_kv_heads=1, rows=QUERY_ROWS,
-        num_tokens=num_tokens, kv_tokens=KV_TOKENS, num_workers=launch.workers, decode=False, window=None,
+        num_tokens=num_tokens, kv_tokens=KV_TOKENS, num_workers=launch.workers, decode=False, reach=WHOLE,
         tree_words=launch.tree_words,
     )  # fmt: skip
     operands = dict(

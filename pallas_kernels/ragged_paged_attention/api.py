@@ -36,6 +36,7 @@ class AttentionFn(Protocol):
         *,
         scale: float,
         window: int | None = None,
+        chunk: int | None = None,
         soft_cap: float | None = None,
         sinks: Float[Array, " N"] | None = None,
         kv_bias: Float[Array, "L P K B"] | None = None,
@@ -49,7 +50,8 @@ class AttentionFn(Protocol):
         distribution: (rows of one token, end of the rows that only prefill, rows in use). T == S: no row has more.
         The outputs of tokens that belong to no row are undefined.
 
-        window: a token sees itself and the window - 1 tokens before it. soft_cap: cap * tanh(score / cap).
+        window: a token sees itself and the window - 1 tokens before it. chunk: it sees those from cache index
+        index // chunk * chunk on, its own chunk (Llama 4). soft_cap: cap * tanh(score / cap).
         sinks: one extra logit a head that takes attention and gives nothing (gpt-oss).
         kv_bias: added to the scores of a key, after the soft cap; for compacted caches. Of the tokens before this step
         only: new tokens have none, and whoever compacts zeroes what it gives back.

@@ -9,7 +9,7 @@ import numpy as np
 
 def ragged_paged_attention(
     q, k, v, kv_pages, layer, page_table, kv_lens, cu_q_lens, distribution, *,
-    scale, window=None, soft_cap=None, sinks=None, kv_bias=None, tree_mask=None,
+    scale, window=None, chunk=None, soft_cap=None, sinks=None, kv_bias=None, tree_mask=None,
 ):
     """The arguments of `api.AttentionFn` as numpy arrays. Returns (out float32, new kv_pages).
 
@@ -45,6 +45,8 @@ def ragged_paged_attention(
                     visible[first + i] = int(tree_mask[token, i // 32]) >> (i % 32) & 1
             if window is not None:
                 visible &= np.arange(kv_len) > position - window
+            if chunk is not None:
+                visible &= np.arange(kv_len) // chunk == position // chunk
             for head in range(q.shape[1]):
                 kv_head = head * num_kv_heads // q.shape[1]
                 keys, values = kv[visible, 0, kv_head], kv[visible, 1, kv_head]

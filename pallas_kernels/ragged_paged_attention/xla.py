@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ragged_paged_attention.layout import KVLayout, KVPages
+from pallas_kernels.ragged_paged_attention.reach import WHOLE, Reach
 from pallas_kernels.ragged_paged_attention.spec import AttentionSpec
 from quant.kv import LARGEST, QuantizedPages, quantize_rows
 
@@ -69,7 +70,7 @@ class _Cache(NamedTuple):
     page_table: jax.Array  # [S, M'], padded so that the last KV block is whole
     kv_lens: jax.Array  # [S]
     first_new: jax.Array  # [S], index in the cache of the row's first new token
-    window: int | None
+    reach: Reach
     soft_cap: float | None
 
     def block_pages(self, tile: _Tile) -> int:
@@ -108,20 +109,20 @@ class _Tree(NamedTuple):
 
 def ragged_paged_attention(
     q, k, v, kv_pages, layer, page_table, kv_lens, cu_q_lens, distribution, *,
-    scale, window=None, soft_cap=None, sinks=None, kv_bias=None, tree_mask=None,
+    scale, window=None, chunk=None, soft_cap=None, sinks=None, kv_bias=None, tree_mask=None,
 ):  # fmt: skip
     """See `api.AttentionFn`."""
     kv_pages = _write(k, v, kv_pages, layer, page_table, kv_lens, cu_q_lens, distribution)
     out = attend_pages(
         q, kv_pages, layer, page_table, kv_lens, cu_q_lens, distribution, value_dim=v.shape[2], scale=scale,
-        window=window, soft_cap=soft_cap, sinks=sinks, kv_bias=kv_bias, tree_mask=tree_mask,
+        reach=Reach(window, chunk), soft_cap=soft_cap, sinks=sinks, kv_bias=kv_bias, tree_mask=tree_mask,
     )  # fmt: skip
     return out, kv_pages
 
 
 def attend_pages(
     q, kv_pages, layer, page_table, kv_lens, cu_q_lens, distribution, *,
-    value_dim, scale, window=None, soft_cap=None, sinks=None, kv_bias=None, tree_mask=None,
+    value_dim, scale, reach=WHOLE, soft_cap=None, sinks=None, kv_bias=None, tree_mask=None,
 ):  # fmt: skip
     """Attention [T, N, value_dim] to pages that hold the new tokens already.
 
@@ -132,7 +133,7 @@ def attend_pages(
     num_kv_heads, page_size = values.shape[3:5]
     table = jnp.pad(page_table, ((0, 0), (0, max(_DECODE.keys, _LONG.keys) // page_size)))
     first_new = kv_lens - (cu_q_lens[1:] - cu_q_lens[:-1])
-    cache = _Cache(values, value_dim, scales, kv_bias, layer, table, kv_lens, first_new, window, soft_cap)
+    cache = _Cache(values, value_dim, scales, kv_bias, layer, table, kv_lens, first_new, reach, soft_cap)
     queries = (q.astype(jnp.float32) * scale).astype(q.dtype)
     queries = queries.reshape(num_tokens, num_kv_heads, -1, q.shape[2])  # [T, K, G, H]
     finish = partial(_finish, sinks=sinks, shape=(*q.shape[:2], value_dim), dtype=q.dtype)
@@ -227,8 +228,8 @@ def _attend_items(queries: _Queries, row, kv_block, live, cache: _Cache, tile: _
     index = kv_block[:, None] * size + jnp.arange(size)  # [C, W]
     written = (index < cache.kv_lens[row][:, None]) & live[:, None]
     visible = _visible(queries, index, cache.first_new[row]) & written[:, None]  # [C, M, W]
-    if cache.window is not None:
-        visible &= index[:, None] > queries.position[:, :, None] - cache.window
+    if cache.reach.ends:
+        visible &= index[:, None] >= cache.reach.oldest(queries.position)[:, :, None]
 
     dtype = queries.values.dtype
     scores = jnp.einsum("ckmh,ckwh->ckmw", queries.values, keys.astype(dtype), preferred_element_type=jnp.float32)
@@ -286,9 +287,7 @@ def _put(part: _Partial, piece: _Partial, at) -> _Partial:
 
 def _first_block(position, cache: _Cache, tile: _Tile):
     """The first KV block that a query at `position` sees."""
-    if cache.window is None:
-        return jnp.zeros_like(position)
-    return jnp.maximum(position - cache.window + 1, 0) // cache.block_tokens(tile)
+    return jnp.zeros_like(position) + cache.reach.oldest(position) // cache.block_tokens(tile)
 
 
 def _attend_rows(queries, cache: _Cache, num_decode) -> _Partial:

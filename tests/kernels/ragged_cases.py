@@ -31,7 +31,7 @@ class Case:
     kv_dtype: str | None = None  # None: that of the queries
     bias: bool = False
     tree_words: int = 0  # a random tree over each row's new tokens, in that many words
-    options: dict = field(default_factory=dict)  # window, soft_cap, sinks
+    options: dict = field(default_factory=dict)  # window, chunk, soft_cap, sinks
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from pallas_kernels.ragged_paged_attention import mosaic_gpu
 from pallas_kernels.ragged_paged_attention.api import AttentionSpec
 from pallas_kernels.ragged_paged_attention.mosaic_gpu import schedule as plan
 from pallas_kernels.ragged_paged_attention.mosaic_gpu.config import Blocks, chunk_blocks, decode_blocks
+from pallas_kernels.ragged_paged_attention.reach import Reach
 from tests.kernels.ragged_cases import Case, check, inputs
 
 needs_interpreter = pytest.mark.skipif(
@@ -37,6 +38,7 @@ FAST = {
              options={"window": 70, "soft_cap": 2.0, "sinks": np.tile(SINKS, 2)[:6]}),
         "float32",
     ),
+    "chunks": (Case(rows=((1, 33), (1, 150), (9, 100)), options={"chunk": 24}), "float32"),
     "int8, bfloat16 queries": (
         Case(rows=((1, 50), (9, 40)), heads=(4, 1), head_dim=32, page_size=16, kv_dtype="int8", seed=1), "bfloat16",
     ),
@@ -62,6 +64,10 @@ SWEEP = {
     "page 128": Case(rows=((1, 200), (20, 140)), page_size=128),
     "window": Case(rows=((1, 300), (3, 9), (40, 200)), options={"window": 8}),
     "window longer than the row": Case(rows=((1, 30), (9, 9)), options={"window": 300}),
+    "chunks": Case(rows=((1, 17), (1, 300), (3, 33), (40, 200)), options={"chunk": 16}),
+    "chunks that no block divides": Case(rows=((1, 300), (70, 200)), options={"chunk": 75}),
+    "tree in chunks": Case(rows=((9, 140), (30, 31)), tree_words=1, options={"chunk": 20}),
+    "int8, chunks": Case(rows=((1, 30), (9, 40)), head_dim=32, kv_dtype="int8", options={"chunk": 16}),
     "soft cap": Case(rows=((1, 30), (9, 40)), options={"soft_cap": 2.0}),
     "sinks": Case(rows=((1, 30), (9, 40)), options={"sinks": SINKS}),
     "shared prefix": Case(rows=((1, 20), (1, 30)), shared_pages=True),
@@ -101,22 +107,23 @@ decode_row = st.integers(1, 300).map(lambda length: (1, length))
 @pytest.mark.kernels
 @settings(max_examples=30, deadline=None)
 @given(decode=st.lists(decode_row, max_size=5), chunks=st.lists(row, max_size=4), seed=st.integers(0, 1000),
-       window=st.sampled_from([None, 1, 16, 100]), heads=st.sampled_from([(4, 2), (3, 3), (6, 1)]))
-def test_random_batches(decode, chunks, seed, window, heads):
+       reach=st.sampled_from([{}, {"window": 1}, {"window": 100}, {"chunk": 77}]),
+       heads=st.sampled_from([(4, 2), (3, 3), (6, 1)]))
+def test_random_batches(decode, chunks, seed, reach, heads):
     rows = (*decode, *chunks)
     if rows:
-        case = Case(rows=rows, heads=heads, num_rows=9, num_tokens=192, seed=seed, options={"window": window})
+        case = Case(rows=rows, heads=heads, num_rows=9, num_tokens=192, seed=seed, options=reach)
         check(case, "mosaic_gpu")
 
 
-def _schedule(rows, *, group, heads, block_rows, decode, window, workers, kv_tokens=32):
+def _schedule(rows, *, group, heads, block_rows, decode, reach, workers, kv_tokens=32):
     lens, kv_lens = (np.array([r[i] for r in rows]) for i in (0, 1))
     first_chunk = int(np.argmax(lens > 1)) if (lens > 1).any() else len(lens)
     distribution = jnp.array([first_chunk, first_chunk, len(lens)])
     batch = plan.Batch(jnp.array(kv_lens), jnp.array([0, *np.cumsum(lens)]), distribution)
     made = plan.make_schedule(
         batch, group=group, num_kv_heads=heads, rows=block_rows, num_tokens=int(lens.sum()) + 5, kv_tokens=kv_tokens,
-        num_workers=workers, decode=decode, window=window, tree_words=0,
+        num_workers=workers, decode=decode, reach=reach, tree_words=0,
     )
     return np.asarray(made.items), np.asarray(made.workers)
 
@@ -126,11 +133,12 @@ batches = st.lists(st.one_of(row, decode_row), min_size=1, max_size=4)
 
 @settings(max_examples=10, deadline=None)
 @given(rows=batches.map(lambda rows: sorted(rows, key=lambda r: r[0] > 1)), group=st.sampled_from([1, 3, 4]),
-       heads=st.integers(1, 3), decode=st.booleans(), window=st.sampled_from([None, 1, 50]),
+       heads=st.integers(1, 3), decode=st.booleans(),
+       reach=st.sampled_from([Reach(), Reach(window=1), Reach(window=50), Reach(chunk=40)]),
        workers=st.sampled_from([1, 2, 7]))
-def test_every_pair_of_query_and_key_is_visited_once(rows, group, heads, decode, window, workers):
+def test_every_pair_of_query_and_key_is_visited_once(rows, group, heads, decode, reach, workers):
     """Counts, from the schedule alone, which (query row, head, KV block) each worker attends to."""
-    kinds = dict(group=group, heads=heads, block_rows=64, decode=decode, window=window, workers=workers)
+    kinds = dict(group=group, heads=heads, block_rows=64, decode=decode, reach=reach, workers=workers)
     items, parts = _schedule(rows, **kinds)
     visits: dict[tuple, int] = {}
     merged: dict[int, int] = {}
@@ -155,17 +163,18 @@ def test_every_pair_of_query_and_key_is_visited_once(rows, group, heads, decode,
         for token in range(length):
             if (length == 1) == decode:
                 position = kv_len - length + token
-                lowest = 0 if window is None else max(position - window + 1, 0)
+                lowest = max(position - (reach.window or 1000) + 1, position - position % (reach.chunk or 1000), 0)
                 for query in range((start + token) * group, (start + token + 1) * group):
                     for head in range(heads):
                         assert {(query, head, b) for b in range(lowest // 32, position // 32 + 1)} <= visits.keys()
         start += length
 
 
-def test_a_window_skips_pages():
-    full, _ = _schedule([(1, 4000)], group=4, heads=1, block_rows=64, decode=True, window=None, workers=2)
-    near, _ = _schedule([(1, 4000)], group=4, heads=1, block_rows=64, decode=True, window=64, workers=2)
-    assert (full[0, plan.COUNT], near[0, plan.COUNT]) == (125, 2)
+@pytest.mark.parametrize("reach, blocks", [(Reach(), 125), (Reach(window=64), 2), (Reach(chunk=1024), 29)])
+def test_pages_that_no_token_sees_are_skipped(reach, blocks):
+    """Of 4000 tokens in blocks of 32."""
+    items, _ = _schedule([(1, 4000)], group=4, heads=1, block_rows=64, decode=True, reach=reach, workers=2)
+    assert items[0, plan.COUNT] == blocks
 
 
 @needs_interpreter

@@ -35,6 +35,7 @@ FAST = {
     "mixed": Case(rows=((1, 40), (1, 129), (20, 20), (3, 200), (9, 571)), num_tokens=48, num_rows=8, page_size=16),
     "window, soft cap, sinks": Case(rows=((1, 300), (3, 19), (20, 300)), page_size=16,
                                     options={"window": 20, "soft_cap": 2.0, "sinks": SINKS}),
+    "chunks": Case(rows=((1, 300), (3, 33), (20, 290)), page_size=16, options={"chunk": 24}),
     "bias and trees of two words": Case(rows=((1, 130), (40, 90), (3, 9)), page_size=16, tree_words=2, bias=True),
     "int8": Case(rows=((1, 40), (9, 40)), page_size=128, kv_dtype="int8"),
 }  # fmt: skip
@@ -67,6 +68,11 @@ CASES = {
     "window longer than the row": Case(rows=((1, 30), (9, 9)), page_size=16, options={"window": 300}),
     "window of one": Case(rows=((1, 30), (9, 40)), page_size=16, options={"window": 1}),
     "wide window": Case(rows=((1, 600), (40, 600)), page_size=16, options={"window": 290}),
+    "chunks over blocks": Case(rows=((1, 1200), (1, 1401), (70, 1420)), page_size=16, options={"chunk": 700}),
+    "chunks of one": Case(rows=((1, 30), (9, 40)), page_size=16, options={"chunk": 1}),
+    "whole chunks": Case(rows=((1, 256), (1, 257), (40, 600)), page_size=16, options={"chunk": 256}),
+    "tree in chunks": Case(rows=((9, 140), (30, 31)), tree_words=1, page_size=16, options={"chunk": 20}),
+    "int8, chunks": Case(rows=((1, 300), (9, 240)), kv_dtype="int8", page_size=128, options={"chunk": 50}),
     "soft cap": Case(rows=((1, 30), (9, 40)), page_size=16, options={"soft_cap": 2.0}),
     "sinks": Case(rows=((1, 30), (9, 40)), page_size=16, options={"sinks": SINKS}),
     "shared prefix": Case(rows=((1, 20), (1, 30)), shared_pages=True, page_size=16),
@@ -108,13 +114,14 @@ decode_row = st.integers(1, 600).map(lambda length: (1, length))
 def random_batches(examples: int):
     @settings(max_examples=examples, deadline=None, derandomize=True)
     @given(decode=st.lists(decode_row, max_size=4), chunks=st.lists(row, max_size=3), seed=st.integers(0, 1000),
-           window=st.sampled_from([None, 1, 16, 100]), heads=st.sampled_from([(4, 2), (3, 3), (8, 1)]),
+           reach=st.sampled_from([{}, {"window": 1}, {"window": 100}, {"chunk": 77}]),
+           heads=st.sampled_from([(4, 2), (3, 3), (8, 1)]),
            page_size=st.sampled_from([16, 128]), dtype=st.sampled_from(["float32", "bfloat16"]))  # fmt: skip
-    def batches(decode, chunks, seed, window, heads, page_size, dtype):
+    def batches(decode, chunks, seed, reach, heads, page_size, dtype):
         rows = (*decode, *chunks)
         if rows:
             case = Case(rows=rows, heads=heads, num_rows=7, num_tokens=128, seed=seed, page_size=page_size,
-                        options={"window": window})  # fmt: skip
+                        options=reach)  # fmt: skip
             run(case, dtype)
 
     return batches

@@ -45,6 +45,20 @@ def test_reference_window_and_sink_by_hand(window, sink, want):
     np.testing.assert_allclose(out[0, 0], want, atol=1e-6)
 
 
+@pytest.mark.parametrize("cached, want", [(1, [1.0, 6.0]), (2, [0.0, 8.0]), (3, [1.0, 6.0])])
+def test_reference_chunks_by_hand(cached, want):
+    """Chunks of 2: the token at index 1 or 3 sees the one before it, as without chunks; that at 2 only itself."""
+    cache = np.zeros((1, 2, 2, 1, 4, 2), np.float32)
+    cache[0, 1, :, 0, 0] = cache[0, 1, :, 0, 2] = [[0.0, 5.0], [4.0, 0.0]]
+    cache[0, 1, :, 0, 1] = 9.0  # what a chunk ends with
+    out, _ = reference.ragged_paged_attention(
+        np.array([[[1.0, 0.0]]], np.float32), np.array([[[np.log(3.0), 7.0]]], np.float32),
+        np.array([[[0.0, 8.0]]], np.float32), cache, 0, np.array([[1]]), np.array([cached + 1]), np.array([0, 1]),
+        np.array([1, 1, 1]), scale=1.0, chunk=2,
+    )  # fmt: skip
+    np.testing.assert_allclose(out[0, 0], want, atol=1e-6)
+
+
 CASES = {
     "decode": Case(rows=((1, 1), (1, 8), (1, 9), (1, 300))),
     "decode padded rows": Case(rows=((1, 5),), num_rows=4, num_tokens=4),
@@ -63,6 +77,10 @@ CASES = {
     "page 256": Case(rows=((1, 300), (20, 257)), page_size=256),
     "window": Case(rows=((1, 300), (3, 9), (40, 200)), options={"window": 8}),
     "window longer than the row": Case(rows=((1, 30), (9, 9)), options={"window": 300}),
+    "chunks": Case(rows=((1, 17), (1, 300), (3, 33), (40, 200)), options={"chunk": 16}),
+    "chunks that no page or block divides": Case(rows=((1, 300), (70, 200), (150, 300)), options={"chunk": 75}),
+    "chunk longer than the row": Case(rows=((1, 30), (9, 9)), options={"chunk": 300}),
+    "tree in chunks": Case(rows=((9, 140), (30, 31)), tree_words=1, options={"chunk": 20}),
     "soft cap": Case(rows=((1, 30), (9, 40)), options={"soft_cap": 2.0}),
     "sinks": Case(rows=((1, 30), (9, 40)), options={"sinks": np.array([-1.0, 0.0, 1.0, 5.0], np.float32)}),
     "shared prefix": Case(rows=((1, 20), (1, 30)), shared_pages=True),
@@ -100,13 +118,14 @@ decode_row = st.integers(1, 300).map(lambda length: (1, length))
 
 @settings(max_examples=25, deadline=None)
 @given(decode=st.lists(decode_row, max_size=5), chunks=st.lists(row, max_size=4), seed=st.integers(0, 1000),
-       window=st.sampled_from([None, 1, 16, 100]), heads=st.sampled_from([(4, 2), (3, 3), (6, 1)]))
-def test_random_batches(decode, chunks, seed, window, heads):
+       reach=st.sampled_from([{}, {"window": 16}, {"window": 100}, {"chunk": 77}]),
+       heads=st.sampled_from([(4, 2), (3, 3), (6, 1)]))
+def test_random_batches(decode, chunks, seed, reach, heads):
     """Fixed shapes, so that few programs are compiled."""
     rows = (*decode, *chunks)
     if not rows:
         return
-    check(Case(rows=rows, heads=heads, num_rows=9, num_tokens=192, seed=seed, options={"window": window}))
+    check(Case(rows=rows, heads=heads, num_rows=9, num_tokens=192, seed=seed, options=reach))
 
 
 def test_a_decode_only_batch_fills_a_decode_only_shape():

@@ -19,6 +19,7 @@ from pallas_kernels.ragged_paged_attention.layout import KVLayout
 from pallas_kernels.ragged_paged_attention.mosaic_gpu.config import QUERY_ROWS, Blocks, chunk_blocks, decode_blocks
 from pallas_kernels.ragged_paged_attention.mosaic_gpu.schedule import Batch, make_schedule
 from pallas_kernels.ragged_paged_attention.mosaic_gpu.write import write
+from pallas_kernels.ragged_paged_attention.reach import Reach
 from pallas_kernels.ragged_paged_attention.spec import AttentionSpec
 from quant.kv import LARGEST, QuantizedPages
 
@@ -59,10 +60,10 @@ def layout(**fields) -> KVLayout:
 
 def ragged_paged_attention(
     q, k, v, kv_pages, layer, page_table, kv_lens, cu_q_lens, distribution, *,
-    scale, window=None, soft_cap=None, sinks=None, kv_bias=None, tree_mask=None, interpret=False,
-    decode: Blocks | None = None, chunk: Blocks | None = None,
+    scale, window=None, chunk=None, soft_cap=None, sinks=None, kv_bias=None, tree_mask=None, interpret=False,
+    decode: Blocks | None = None, mixed: Blocks | None = None,
 ):  # fmt: skip
-    """See `api.AttentionFn`. decode, chunk: block sizes of the two launches, chosen by shape if None."""
+    """See `api.AttentionFn`. decode, mixed: block sizes of the two launches, chosen by shape if None."""
     (num_tokens, num_heads, head_dim), num_rows = q.shape, kv_lens.shape[0]
     kv_pages = write(k, v, kv_pages, layer, page_table, kv_lens, cu_q_lens, distribution)
     values, scales = kv_pages if isinstance(kv_pages, QuantizedPages) else (kv_pages, None)
@@ -70,18 +71,18 @@ def ragged_paged_attention(
     given = _operands(q, values, scales, layer, page_table, scale=scale, sinks=sinks, kv_bias=kv_bias,
                       tree_mask=tree_mask)  # fmt: skip
     attend = partial(
-        _attend, given, Batch(kv_lens, cu_q_lens, distribution), values.shape, num_tokens, window=window,
-        soft_cap=soft_cap, interpret=interpret,
+        _attend, given, Batch(kv_lens, cu_q_lens, distribution), values.shape, num_tokens,
+        reach=Reach(window, chunk), soft_cap=soft_cap, interpret=interpret,
     )  # fmt: skip
     kinds = (head_dim, q.dtype, values.dtype, kv_bias is not None)
     if interpret:  # small blocks: more of them, and fewer wasted numbers, in the short rows that a simulation can have
         decode = decode or Blocks(kv_tokens=32)
-        chunk = chunk or Blocks(kv_tokens=32, shared=True)
+        mixed = mixed or Blocks(kv_tokens=32, shared=True)
     out = attend(decode or decode_blocks(*kinds), is_decode=True)
     if num_tokens != num_rows:  # otherwise a decode-only shape
-        chunks = attend(chunk or chunk_blocks(*kinds), is_decode=False)
+        longer = attend(mixed or chunk_blocks(*kinds), is_decode=False)
         decoded = jnp.arange(out.shape[1]) < distribution[0] * group
-        out = jnp.where(decoded[None, :, None], out, chunks)
+        out = jnp.where(decoded[None, :, None], out, longer)
     out = out[:, : num_tokens * group].reshape(-1, num_tokens, group, head_dim)
     return out.swapaxes(0, 1).reshape(q.shape), kv_pages
 
@@ -115,7 +116,7 @@ def _operands(q, values, scales, layer, page_table, *, scale, sinks, kv_bias, tr
 
 def _attend(
     given: "Operands", batch: Batch, pages_shape: tuple[int, ...], num_tokens: int, blocks: Blocks, *, is_decode: bool,
-    window: int | None, soft_cap: float | None, interpret: bool,
+    reach: Reach, soft_cap: float | None, interpret: bool,
 ) -> jax.Array:
     """[K, rows, H] of the rows of one token, or of all others; the rest is undefined."""
     from pallas_kernels.ragged_paged_attention.mosaic_gpu.kernel import Launch, attend
@@ -132,13 +133,13 @@ def _attend(
     words = 0 if given.tree is None else given.tree.shape[0]
     launch = Launch(
         group=group, num_kv_heads=num_kv_heads, num_pages=num_pages, page_size=page_size, head_dim=head_dim,
-        dtype=given.q.dtype, kv_dtype=given.pages.dtype, blocks=blocks, sms=2 if interpret else _SMS, window=window,
+        dtype=given.q.dtype, kv_dtype=given.pages.dtype, blocks=blocks, sms=2 if interpret else _SMS, reach=reach,
         soft_cap=soft_cap, tree_words=words, bias=given.bias is not None, sinks=given.sinks is not None,
         interpret=interpret, mean_tokens=given.table.size * page_size // 2,
     )  # fmt: skip
     schedule = make_schedule(
         batch, group=group, num_kv_heads=num_kv_heads, rows=blocks.rows, num_tokens=num_tokens,
-        kv_tokens=blocks.kv_tokens, num_workers=launch.workers, decode=is_decode, window=window, tree_words=words,
+        kv_tokens=blocks.kv_tokens, num_workers=launch.workers, decode=is_decode, reach=reach, tree_words=words,
     )
     out, values, maxima, sums = attend(launch, schedule, given)
     return merge(launch, schedule, out, values, maxima, sums, given.sinks)

@@ -10,8 +10,8 @@ Query rows are packed per kv head: row t * G + g is token t, query head g of its
 (128 with shared KV blocks), whatever they belong to within their sequence; a row of one token has G of them and the
 rest of the 64 repeats its neighbours', computed and not stored: rows never mix.
 
-Keys are masked in the blocks that need it: the diagonal, the last block, a window's left edge, trees. What lies beyond
-the last key is NaN or worse, so there the rows of V are zeroed in shared memory before the product.
+Keys are masked in the blocks that need it: the diagonal, the last block, the left edge of a window or chunk, trees.
+What lies beyond the last key is NaN or worse, so there the rows of V are zeroed in shared memory before the product.
 
 One warp moves for one ring: a warpgroup for each would leave 128 registers a thread, too few, and ptxas, where Mosaic
 GPU calls it, ignores what `set_max_registers` would shift between warpgroups.
@@ -44,6 +44,7 @@ from pallas_kernels.ragged_paged_attention.mosaic_gpu.schedule import (
     Segment,
     read_segment,
 )  # fmt: skip
+from pallas_kernels.ragged_paged_attention.reach import Reach
 from quant.kv import LARGEST
 
 SEMANTICS = plgpu.LoweringSemantics.Lane  # layouts are ours to say
@@ -69,7 +70,7 @@ class Launch:
     kv_dtype: Any
     blocks: Blocks
     sms: int
-    window: int | None
+    reach: Reach
     soft_cap: float | None
     tree_words: int
     bias: bool
@@ -258,8 +259,8 @@ def visible(refs: dict, launch: Launch, segment: Segment, block, lane_row, shape
             named = jnp.where(mine, bit, named)
         # A tree is the row's own: its later tokens are beyond the causal limit of none that names them.
         seen = jnp.where(inside, named != 0, seen)
-    if launch.window is not None:
-        seen = seen & (key > position - launch.window)
+    if launch.reach.ends:
+        seen = seen & (key >= launch.reach.oldest(position))
     return seen
 
 
@@ -271,9 +272,9 @@ def needs_mask(launch: Launch, segment: Segment, block, lane_row):
     needs = last > first_position
     if launch.tree_words:
         needs = needs | ((segment.tree != 0) & (last >= segment.first_new))
-    if launch.window is not None:
+    if launch.reach.ends:
         last_position = segment.first_new + lax.div(segment.offset + lane_row + QUERY_ROWS - 1, launch.group)
-        needs = needs | (begin <= last_position - launch.window)
+        needs = needs | (begin < launch.reach.oldest(last_position))
     return needs
 
 

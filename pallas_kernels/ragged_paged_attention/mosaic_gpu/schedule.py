@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.ragged_paged_attention.reach import Reach
+
 # Columns of Schedule.items.
 QUERY, ROWS, OFFSET, FIRST_NEW, END, FIRST, COUNT, START, TABLE_ROW, TREE = range(10)
 # Columns of Schedule.workers.
@@ -58,16 +60,14 @@ def query_blocks(batch: Batch, group: int, rows: int, num_tokens: int, decode: b
 
 def make_schedule(
     batch: Batch, *, group: int, num_kv_heads: int, rows: int, num_tokens: int, kv_tokens: int, num_workers: int,
-    decode: bool, window: int | None, tree_words: int, min_blocks: int = 2,
+    decode: bool, reach: Reach, tree_words: int, min_blocks: int = 2,
 ) -> Schedule:
     """rows: of a query block. min_blocks: no worker gets fewer while another has more (a part costs a merge)."""
     row, offset, count = query_blocks(batch, group, rows, num_tokens, decode)
     lengths = batch.cu_q_lens[row + 1] - batch.cu_q_lens[row]
     first_new = batch.kv_lens[row] - lengths
     end = first_new + (offset + count - 1) // group + 1
-    first = jnp.zeros_like(end)
-    if window is not None:
-        first = jnp.maximum(first_new + offset // group + 1 - window, 0) // kv_tokens
+    first = jnp.zeros_like(end) + reach.oldest(first_new + offset // group) // kv_tokens
     blocks = jnp.where(count > 0, -(-end // kv_tokens) - first, 0)
     start = (jnp.cumsum(blocks) - blocks) * num_kv_heads
     tree = (lengths >= 2) & (lengths <= 32 * tree_words)

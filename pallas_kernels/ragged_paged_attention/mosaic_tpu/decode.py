@@ -80,7 +80,7 @@ def decode_kernel(refs: Any, *, problem: Problem, blocks: DecodeBlocks):
 def _span(refs, problem: Problem, blocks: DecodeBlocks, row):
     """The first page that a row's query sees, and in how many blocks its pages are fetched."""
     kv_len = refs.kv_lens[row]
-    first = 0 if problem.window is None else jnp.maximum(kv_len - problem.window, 0) // problem.page_size
+    first = problem.reach.oldest(kv_len - 1) // problem.page_size
     return first, cdiv(cdiv(kv_len, problem.page_size) - first, blocks.fetch_pages)
 
 
@@ -170,7 +170,7 @@ def _merge_scales(refs, problem: Problem, new, row, slot, page, at):
 def _attend(refs, problem: Problem, blocks: DecodeBlocks, i, slot, kv_len, base):
     """All heads against one fetched block: whole compute blocks without a mask, those at the edges with one."""
     end = jnp.minimum(kv_len - base, blocks.fetch_pages * problem.page_size)
-    start = 0 if problem.window is None else jnp.maximum(kv_len - problem.window - base, 0)
+    start = problem.reach.oldest(kv_len - 1, base)
     old_end = kv_len - 1 - base  # the new token has no bias
     ranges = Ranges(blocks, start, start, jnp.minimum(end, old_end) if problem.biased else end, end)
 

@@ -112,8 +112,7 @@ class _Span:
         self.tokens = jnp.minimum(num_tokens - j * blocks.query_tokens, blocks.query_tokens)
         self.position = self.old_end + j * blocks.query_tokens  # of its first token
         self.end = self.position + self.tokens
-        oldest = 0 if problem.window is None else jnp.maximum(self.position - problem.window + 1, 0)
-        self.first_page = oldest // problem.page_size
+        self.first_page = problem.reach.oldest(self.position) // problem.page_size
         self.count = cdiv(cdiv(self.end, problem.page_size) - self.first_page, blocks.fetch_pages)
         self.query_row = pl.multiple_of((refs.starts[row] + j * blocks.query_tokens) * problem.group, 16)
         self.is_tree = jnp.where(num_tokens <= 32 * problem.tree_words, 1, 0)
@@ -209,8 +208,8 @@ def _attend(refs, problem: Problem, blocks: MixedBlocks, span: _Span, slot, quer
     """A query block against one fetched block: whole compute blocks without a mask, those at the edges with one."""
     position = span.position - base
     old_end = span.old_end - base
-    first = 0 if problem.window is None else jnp.maximum(position - problem.window + 1, 0)
-    start = 0 if problem.window is None else jnp.maximum(span.end - base - problem.window, 0)
+    first = problem.reach.oldest(span.position, base)
+    start = problem.reach.oldest(span.end - 1, base)
     whole = jnp.maximum(old_end, 0) if problem.biased or problem.tree_words else position + 1
 
     def step(page, group, _, pages, masked):
@@ -249,12 +248,13 @@ def _masks(refs, problem: Problem, span: _Span, query_slot, rows, offset, positi
     token = refs.token[rows]  # [rows, 128]
     key = lane_index(token.shape) + offset
     seen_from = token + position  # a query's own position in the fetched block
+    oldest = problem.reach.oldest(token + span.position, span.position - position)
 
     def visible(j):
         index = key + j * LANES
         seen = index <= seen_from
-        if problem.window is not None:
-            seen &= index > seen_from - problem.window
+        if problem.reach.ends:
+            seen &= index >= oldest
         if problem.tree_words:
             node = index - old_end
             words = refs.words_in[query_slot, rows]

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.ragged_paged_attention.reach import WHOLE, Reach
+
 LANES = 128
 LOG2E = math.log2(math.e)
 MASKED = -1e30  # the score of what may not be seen; finite, so that differences are never NaN
@@ -29,7 +31,7 @@ class Problem:
     compute_dtype: jnp.dtype
     kv_dtype: jnp.dtype
     scale: float
-    window: int | None = None
+    reach: Reach = WHOLE
     soft_cap: float | None = None
     quantized: bool = False
     biased: bool = False

@@ -24,6 +24,7 @@ from pallas_kernels.ragged_paged_attention.mosaic_tpu import config
 from pallas_kernels.ragged_paged_attention.mosaic_tpu.decode import decode_kernel
 from pallas_kernels.ragged_paged_attention.mosaic_tpu.mixed import mixed_kernel
 from pallas_kernels.ragged_paged_attention.mosaic_tpu.problem import LANES, LOG2E, LOWEST, Problem, cdiv
+from pallas_kernels.ragged_paged_attention.reach import Reach
 from pallas_kernels.ragged_paged_attention.spec import AttentionSpec
 from quant.kv import QuantizedPages, quantize_rows
 
@@ -87,7 +88,7 @@ def _problem(spec: AttentionSpec, **features) -> Problem:
 
 def ragged_paged_attention(
     q, k, v, kv_pages: KVPages, layer, page_table, kv_lens, cu_q_lens, distribution, *,
-    scale, window=None, soft_cap=None, sinks=None, kv_bias=None, tree_mask=None, interpret: bool = False,
+    scale, window=None, chunk=None, soft_cap=None, sinks=None, kv_bias=None, tree_mask=None, interpret: bool = False,
 ):  # fmt: skip
     """See `api.AttentionFn`. ValueError where the blocks or the page table do not fit."""
     values, scales = kv_pages if isinstance(kv_pages, QuantizedPages) else (kv_pages, None)
@@ -99,8 +100,8 @@ def ragged_paged_attention(
     if (missing := unsupported(spec, None)) is not None:
         raise ValueError(f"ragged_paged_attention: {missing}")
     problem = _problem(
-        spec, scale=scale, window=window, soft_cap=soft_cap, quantized=scales is not None, biased=kv_bias is not None,
-        sinks=sinks is not None, tree_words=0 if tree_mask is None else tree_mask.shape[1],
+        spec, scale=scale, reach=Reach(window, chunk), soft_cap=soft_cap, quantized=scales is not None,
+        biased=kv_bias is not None, sinks=sinks is not None, tree_words=0 if tree_mask is None else tree_mask.shape[1],
     )  # fmt: skip
     num_rows = kv_lens.shape[0]
     with jax.named_scope("ragged_paged_attention"):
