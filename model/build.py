@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from model.config import ModelConfig
+from model.expert_options import DEFAULT, ExpertOptions, choose_experts, expert_rules
+from model.experts import ExpertsBackend
 from model.transformer import Transformer, abstract_model
-from pallas_kernels.grouped_matmul import api as grouped_matmul
 from pallas_kernels.latent_attention import api as latent_attention
 from pallas_kernels.latent_attention.api import LatentLayout
 from pallas_kernels.ragged_paged_attention import api as attention
@@ -20,7 +21,7 @@ class Kernels:
     """experts: None where no layer has any."""
 
     attention: attention.Backend | latent_attention.LatentBackend
-    experts: grouped_matmul.Backend | None
+    experts: ExpertsBackend | None
 
     def kv_layout(self, config: ModelConfig, num_pages: int) -> KVLayout | LatentLayout:
         """Of what this kind of attention keeps of each token."""
@@ -29,16 +30,16 @@ class Kernels:
         return self.attention.layout(config.num_layers, num_pages, config.num_kv_heads)
 
 
-def model_rules(config: ModelConfig, mesh: jax.sharding.Mesh) -> AxisRules:
-    rules = axis_rules(mesh, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads)
+def model_rules(config: ModelConfig, mesh: jax.sharding.Mesh, options: ExpertOptions = DEFAULT) -> AxisRules:
+    rules = expert_rules(axis_rules(mesh, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads), options)
     if config.latent is not None and (tensor := mesh.shape["tensor"]) > 1:
         rules.replicated["latent KV pages"] = f"all heads attend to one row a token: each of tensor={tensor} holds it"
     return rules
 
 
 def choose_kernels(config: ModelConfig, rules: AxisRules, dtype: jnp.dtype, *, attention_backend: str,
-                   page_size: int) -> Kernels:  # fmt: skip
-    """For the devices of the mesh. Raises ValueError with what is missing."""
+                   page_size: int, options: ExpertOptions = DEFAULT) -> Kernels:  # fmt: skip
+    """For the devices of the mesh; with the options of its rules. Raises ValueError with what is missing."""
     device = rules.mesh.devices.flat[0]
     shards = rules.shards("kv_heads", config.num_kv_heads)
     heads = config.num_heads // shards
@@ -57,12 +58,7 @@ def choose_kernels(config: ModelConfig, rules: AxisRules, dtype: jnp.dtype, *, a
     if chosen.choice.simulated and chosen.choice.name == "mosaic_gpu" and rules.mesh.size > 1:
         raise ValueError(f"attention backend 'mosaic_gpu': jax simulates a GPU kernel on one device, the mesh has "
                          f"{rules.mesh.size}")  # fmt: skip
-    experts = None
-    if (count := config.num_experts) is not None:
-        widths = {layer.moe.width for layer in config.layers if layer.moe is not None}
-        held = grouped_matmul.ExpertsSpec(num_experts=count // rules.shards("experts", count), dtype=dtype,
-                                          weight_dtype=dtype, sizes=(config.hidden_size, *widths))  # fmt: skip
-        experts = grouped_matmul.choose_backend("auto", held, device)
+    experts = choose_experts(config, rules, options, dtype)
     return Kernels(attention=chosen, experts=experts)
 
 

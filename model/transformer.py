@@ -4,7 +4,8 @@ A stack repeats a pattern of layers, say five local and a global one, under one 
 at one place of the pattern share stacked parameters [L, ...]. So compile time and the number of jit arguments do not
 grow with depth. The paged KV cache of all layers is one array, carried through the scans in place.
 
-Axis letters: T tokens, S rows, D model dim, V vocab, L periods of a stack.
+Axis letters: T tokens, S rows, D model dim, V vocab, L periods of a stack, Lm layers with experts, E experts, G data
+groups.
 """
 
 from collections.abc import Mapping
@@ -18,11 +19,10 @@ from jaxtyping import Array, Float, Int
 from model.batch import StepBatch
 from model.config import LayerSpec, ModelConfig, StackSpec
 from model.decoder import AnyAttentionFn, DecoderLayer
+from model.experts import ExpertsBackend, is_expert_matrix
 from model.layers import Angles, RMSNorm, param
-from model.moe import is_expert_matrix
 from model.rope import rope_angles
 from model.vocabulary import Vocabulary, embed, vocabulary_of
-from pallas_kernels.grouped_matmul.api import Backend
 from sharding.rules import Axes, AxisRules
 
 Path = tuple[str, ...]
@@ -32,7 +32,7 @@ class LayerStack(nnx.Module):
     """A repeated pattern of layers; those at one place of the pattern have stacked parameters."""
 
     def __init__(self, config: ModelConfig, spec: StackSpec, rules: AxisRules, attention: AnyAttentionFn,
-                 experts: Backend | None, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+                 experts: ExpertsBackend | None, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         def make(layer: LayerSpec) -> DecoderLayer:
             @nnx.split_rngs(splits=spec.periods)
             @nnx.vmap
@@ -51,21 +51,24 @@ class LayerStack(nnx.Module):
         def body(carry, inputs):
             period, first, params = inputs
             x, kv_pages = carry
+            loads = []
             for place, layer in enumerate(nnx.merge(structure, whole, params)):
-                x, kv_pages = layer(x, angles, kv_pages, first + place, period, batch)
-            return (x, kv_pages), None
+                x, kv_pages, load = layer(x, angles, kv_pages, first + place, period, batch)
+                loads += [] if load is None else [load]
+            return (x, kv_pages), loads
 
         firsts = jnp.asarray(self.spec.layers_at(0), jnp.int32)
         periods = jnp.arange(self.spec.periods, dtype=jnp.int32)
-        (x, kv_pages), _ = lax.scan(body, (x, kv_pages), (periods, firsts, stacked))
-        return x, kv_pages
+        (x, kv_pages), loads = lax.scan(body, (x, kv_pages), (periods, firsts, stacked))
+        load = jnp.stack(loads, 1).reshape(-1, *loads[0].shape[1:]) if loads else None  # layer after layer
+        return x, kv_pages, load
 
 
 class Transformer(nnx.Module):
     """Tokens to hidden states, and hidden states to logits. The output matrix is the embedding where tied."""
 
-    def __init__(self, config: ModelConfig, rules: AxisRules, attention: AnyAttentionFn, experts: Backend | None = None,
-                 *, rngs: nnx.Rngs, dtype: jnp.dtype):
+    def __init__(self, config: ModelConfig, rules: AxisRules, attention: AnyAttentionFn,
+                 experts: ExpertsBackend | None = None, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         V, D = config.vocab_size, config.hidden_size
         self.config, self.rules = config, rules
         self.embedding = param((V, D), ("vocab", "embed"), rngs=rngs, dtype=dtype)
@@ -75,14 +78,18 @@ class Transformer(nnx.Module):
         self.norm = RMSNorm((D,), ("embed",), config, rngs=rngs, dtype=dtype)
         self.head = None if config.tie_embeddings else param((V, D), ("vocab", "embed"), rngs=rngs, dtype=dtype)
 
-    def __call__(self, kv_pages: jax.Array, batch: StepBatch) -> tuple[Float[Array, "T D"], jax.Array]:
-        """Runs the layers. Returns the normed hidden states of all tokens and the updated KV pages."""
+    def __call__(self, kv_pages: jax.Array, batch: StepBatch
+                 ) -> tuple[Float[Array, "T D"], jax.Array, Int[Array, "Lm G E"] | None]:  # fmt: skip
+        """Runs the layers. Returns the normed hidden states of all tokens, the updated KV pages and, of each layer that
+        has experts, how many tokens of each data group chose each of them."""
         x = self._embed(batch.tokens) * self.config.embedding_scale
         ropes = {layer.rope for stack in self.config.stacks for layer in stack.pattern}
         angles = {rope: rope_angles(rope, batch.positions) for rope in ropes}
+        loads = []
         for stack in self.stacks:
-            x, kv_pages = stack(x, angles, kv_pages, batch)
-        return self.norm(x), kv_pages
+            x, kv_pages, load = stack(x, angles, kv_pages, batch)
+            loads += [] if load is None else [load]
+        return self.norm(x), kv_pages, jnp.concatenate(loads) if loads else None
 
     def _embed(self, tokens: Int[Array, " T"]) -> Float[Array, "T D"]:
         matrix, vocabulary = self.embedding[...], self.vocabulary
@@ -113,7 +120,7 @@ class Transformer(nnx.Module):
 
 
 def abstract_model(config: ModelConfig, rules: AxisRules, attention: AnyAttentionFn, dtype: jnp.dtype,
-                   experts: Backend | None = None) -> Transformer:  # fmt: skip
+                   experts: ExpertsBackend | None = None) -> Transformer:  # fmt: skip
     """The model with shapes instead of arrays. experts: the grouped matmuls of a model that has experts."""
     return nnx.eval_shape(lambda: Transformer(config, rules, attention, experts, rngs=nnx.Rngs(0), dtype=dtype))
 
@@ -141,7 +148,7 @@ def last_hidden(hidden: Float[Array, "T D"], cu_q_lens: Int[Array, " S+1"]) -> F
 
 
 def with_params(model: Transformer, params: Mapping[Path, jax.Array]) -> Transformer:
-    """The abstract model with arrays for every parameter."""
+    """The abstract model with arrays for every parameter, and every `Placement`."""
     structure, state = nnx.split(model)
     flat = [
         (path, variable.replace(params[tuple(str(part) for part in path)]))

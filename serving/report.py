@@ -72,7 +72,7 @@ def _name(path: Path) -> str:
 
 
 def _kernel_lines(kernels: Kernels) -> Iterator[str]:
-    chosen = {"Attention": kernels.attention.choice, "Experts": kernels.experts}
+    chosen = {"Attention": kernels.attention.choice, "Experts": kernels.experts and kernels.experts.matmuls}
     for what, choice in chosen.items():
         if choice is not None:
             simulated = ", simulated on the CPU: exact and slow" if choice.simulated else ""

@@ -65,7 +65,7 @@ class AxisRules:
         used: dict[str, str] = {}
         parts: list[str | MeshAxes | None] = []
         for axis, size in zip(axes, shape, strict=True):
-            over = self._over(axis, size)
+            over = self.over(axis, size)
             for mesh_axis in over:
                 if mesh_axis in used:
                     raise ValueError(f"{axis!r} and {used[mesh_axis]!r} both map to mesh axis {mesh_axis!r} in {axes}")
@@ -78,19 +78,19 @@ class AxisRules:
 
     def shards(self, axis: str, size: int) -> int:
         """Over how many devices a dimension of this size is divided."""
-        return math.prod(self.mesh.shape[mesh_axis] for mesh_axis in self._over(axis, size))
+        return math.prod(self.mesh.shape[mesh_axis] for mesh_axis in self.over(axis, size))
 
     def place(self, axis: str, size: int) -> jax.Array | int:
         """Within `map_over_shards`: which of those devices this is."""
-        over = self._over(axis, size)
+        over = self.over(axis, size)
         return jax.lax.axis_index(over) if over else 0
 
     def sum_over(self, axis: str, size: int, x: jax.Array) -> jax.Array:
         """Within `map_over_shards`: the sum over those devices."""
-        over = self._over(axis, size)
+        over = self.over(axis, size)
         return jax.lax.psum(x, over) if over else x
 
-    def _over(self, axis: str | None, size: int) -> MeshAxes:
+    def over(self, axis: str | None, size: int) -> MeshAxes:
         """The mesh axes, of more than one device, that a dimension of this size is divided over."""
         if axis is None:
             return ()
@@ -123,10 +123,13 @@ class AxisRules:
         all arrays of a tree share."""
         if self.mesh.size == 1:
             return f(*args)
-        first = [jax.tree.leaves(arg)[0].shape[: len(axes)] for arg, axes in zip(args, in_axes, strict=True)]
-        in_specs = tuple(self.spec(axes, shape) for axes, shape in zip(in_axes, first, strict=True))
+        in_specs = tuple(self._spec_of_tree(axes, arg) for axes, arg in zip(in_axes, args, strict=True))
         out_specs = tuple(self.spec(axes, shape) for axes, shape in zip(out_axes, out_shapes, strict=True))
         return jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*args)
+
+    def _spec_of_tree(self, axes: Axes, tree: Any) -> PartitionSpec:
+        leaves = jax.tree.leaves(tree)
+        return self.spec(axes, leaves[0].shape[: len(axes)]) if leaves else PartitionSpec()
 
 
 def axis_rules(mesh: jax.sharding.Mesh, *, num_heads: int, num_kv_heads: int) -> AxisRules:

@@ -69,7 +69,7 @@ def run_step(
         _feed, (batch.tokens, inputs.from_device, inputs.rows.slot, state.last_token),
         (("tokens",), ("tokens",), ("rows",), ("slots",)), (("tokens",),), (batch.tokens.shape,),
     )
-    hidden, kv_pages = model(state.kv_pages, batch._replace(tokens=tokens))
+    hidden, kv_pages, _ = model(state.kv_pages, batch._replace(tokens=tokens))
 
     sampling_axes = ("slots", "vocab")
     vocabulary = model.vocabulary

@@ -73,5 +73,5 @@ def batch(rows: Sequence[tuple[Sequence[int], int]], *, num_tokens: int, num_row
 
 @nnx.jit(donate_argnums=1)
 def all_logits(model: Transformer, pages: jax.Array, step: StepBatch) -> tuple[jax.Array, jax.Array]:
-    hidden, pages = model(pages, step)
+    hidden, pages, _ = model(pages, step)
     return model.logits(hidden), pages

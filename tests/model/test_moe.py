@@ -1,7 +1,10 @@
 """Mixtures of experts: routing against numpy, the layer against every expert computed, and what a device reads."""
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,12 +13,14 @@ from flax import nnx
 from checkpoints.load import load_params
 from checkpoints.open import open_checkpoint
 from model.build import model_rules
-from model.config import ClampedSwiGLU, MoESpec, Routing
+from model.config import MLP, ClampedSwiGLU, ModelConfig, MoESpec, Routing
+from model.dispatch import BySize, ExchangeRows, GatherTokens
+from model.expert_options import ExpertOptions, ExpertsError, choose_experts, exchange_from
 from model.families.registry import param_sources, read_config
 from model.layers import gated
 from model.moe import MoE, route
 from model.transformer import param_axes
-from pallas_kernels.grouped_matmul.api import ExpertsSpec, choose_backend
+from sharding.expert_placement import first_placement, places_of
 from sharding.mesh import make_mesh, parse_mesh
 from tests.model import harness
 from tests.model.test_goldens import GOLDENS
@@ -78,29 +83,107 @@ def test_impossible_routing_is_refused(fields: dict[str, Any]):
         Routing(**{"num_experts": 4, "top_k": 1, **fields})
 
 
-@pytest.mark.parametrize("mesh", ["1x1", "4x2"])
-def test_layer_equals_every_expert_computed(mesh: str):
-    """Also with tokens that are not divided over the devices, and an expert that nobody chose."""
-    config = read_config({**harness.config_json("mixtral"), "hidden_size": 16})
+EXPERTS = ExpertOptions(parallel=True)
+RAGGED = replace(EXPERTS, all2all="ragged_all_to_all")
+WAYS = {
+    "one device": ("1x1", ExpertOptions()),
+    "over tensor": ("4x2", ExpertOptions()),
+    "over tensor, two halves": ("4x2", ExpertOptions(two_micro_batches=True)),
+    "gathered": ("4x2", EXPERTS),
+    "exchanged": ("4x2", RAGGED),
+    "exchanged, only groups": ("1x8", RAGGED),
+    "exchanged, redundant": ("4x2", replace(RAGGED, redundant=8)),
+    "exchanged, two halves": ("2x4", replace(RAGGED, two_micro_batches=True)),
+}
+
+
+def small_moe(mesh: str, options: ExpertOptions, biases: bool = False) -> tuple[MoE, ModelConfig]:
+    """Eight experts, two of them for each token. Nobody chooses expert 5."""
     spec = MoESpec(routing=Routing(num_experts=8, top_k=2), width=24)
-    rules = model_rules(config, make_mesh(parse_mesh(mesh)))
-    held = 8 // rules.shards("experts", 8)
+    config = read_config({**harness.config_json("mixtral"), "hidden_size": 16, "num_local_experts": 8})
+    config = replace(config, layers=(replace(config.layers[0], moe=spec),), biases=MLP if biases else frozenset())
+    rules = model_rules(config, make_mesh(parse_mesh(mesh)), options)
     float32 = jnp.dtype(jnp.float32)
-    matmuls = choose_backend("xla", ExpertsSpec(num_experts=held, dtype=float32, weight_dtype=float32),
-                             rules.mesh.devices.flat[0])  # fmt: skip
-    layer = MoE(config, spec, rules, matmuls, rngs=nnx.Rngs(0), dtype=float32)
-    layer.experts.down[...] = layer.experts.down[...] * 100
-    x = np.random.default_rng(2).normal(size=(7, 16)).astype(np.float32) ** 2  # positive, so that nobody likes -10
+    backend = choose_experts(config, rules, options, float32)
+    assert backend is not None
+    layer = MoE(config, spec, rules, backend, rngs=nnx.Rngs(0), dtype=float32)
     layer.router[...] = (100 * layer.router[...]).at[:, 5].set(-10)
-    chosen, weights = route(spec.routing, jnp.asarray(x) @ layer.router[...])
-    assert 5 not in np.asarray(chosen)
-    of_all = np.zeros((7, 8), np.float32)
+    experts = layer.experts
+    if experts.places is not None:  # replicas in places where nobody would look for them
+        placement = np.random.default_rng(0).permutation(first_placement(1, 8, backend.num_places)[0])
+        of = [p for p in (experts.gate, experts.up, experts.down) if p is not None]
+        for p in of:
+            p[...] = p[...][jnp.asarray([int(np.flatnonzero(placement == e)[0]) for e in placement])]
+        places, replicas = places_of(placement[None], 8, backend.max_replicas)
+        assert replicas.max() == 2
+        experts.places[...], experts.replicas[...] = places[0], replicas[0]
+    experts.down[...] = experts.down[...] * 100
+    return layer, config
+
+
+def every_expert_computed(layer: MoE, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(the layer's result, the experts of each token)"""
+    chosen, weights = jax.jit(partial(route, layer.routing))(x @ np.asarray(layer.router[...]))
+    of_all = np.zeros((len(x), 8), np.float32)
     np.put_along_axis(of_all, np.asarray(chosen), np.asarray(weights), axis=1)
-    gate, up = (np.einsum("td,edf->tef", x, p[...]) for p in (layer.experts.gate, layer.experts.up))
-    want = np.einsum("tef,efd,te->td", gate / (1 + np.exp(-gate)) * up, layer.experts.down[...], of_all)
+    experts = layer.experts
+    at = np.arange(8) if experts.places is None else np.asarray(experts.places[...])[:, 0]
+    gate, up, down = (np.asarray(p[...])[at] for p in (experts.gate, experts.up, experts.down))
+    bias = [0 if p is None else np.asarray(p[...])[at] for p in (experts.gate_bias, experts.up_bias, experts.down_bias)]
+    gate, up = np.einsum("td,edf->tef", x, gate) + bias[0], np.einsum("td,edf->tef", x, up) + bias[1]
+    out = np.einsum("tef,efd->ted", gate / (1 + np.exp(-gate)) * up, down) + bias[2]
+    return np.einsum("ted,te->td", out, of_all), np.asarray(chosen)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_layer_equals_every_expert_computed(way: str):
+    """With groups that have different numbers of tokens, one of them none; what pads them goes nowhere, NaN and all."""
+    mesh, options = WAYS[way]
+    layer, _ = small_moe(mesh, options, biases=way == "exchanged")
+    groups, T = layer.experts.rules.num_groups, 37
+    real = [37, 0, 5, 36, 1, 2, 3, 4][:groups]
+    x = np.random.default_rng(2).normal(size=(groups, T, 16)).astype(np.float32) ** 2  # positive: nobody likes -10
+    for group, count in zip(x, real, strict=True):
+        group[count:] = np.nan
+    cu_q_lens = np.array([[0, count // 2, count, count] for count in real], np.int32)
+    got, load = nnx.jit(lambda layer, *args: layer(*args))(layer, x.reshape(-1, 16), cu_q_lens.reshape(-1))
+    want, chosen = every_expert_computed(layer, np.nan_to_num(x.reshape(-1, 16)))
     assert np.abs(want).max() > 0.1
-    got = nnx.jit(lambda layer, x: layer(x))(layer, x)
-    np.testing.assert_allclose(got, want, atol=LOGITS_FLOAT32, rtol=0)
+    got, want, chosen, load = (np.asarray(a).reshape(groups, -1, a.shape[-1]) for a in (got, want, chosen, load))
+    for group, count in enumerate(real):
+        np.testing.assert_allclose(got[group, :count], want[group, :count], atol=LOGITS_FLOAT32, rtol=0)
+        assert load[group, 0].tolist() == np.bincount(chosen[group, :count].reshape(-1), minlength=8).tolist()
+        assert load[group, 0, 5] == 0
+
+
+def test_the_way_follows_from_bytes_and_size():
+    """Eight experts a token on eight devices: gathering moves no more bytes, but in a large step sorting costs more."""
+    config = read_config(harness.config_json("qwen3-moe"))
+    for options in (EXPERTS, RAGGED):
+        rules = model_rules(config, make_mesh(parse_mesh("2x4")), options)
+        backend = choose_experts(config, rules, options, jnp.dtype(jnp.float32))
+        assert backend is not None and isinstance(backend.dispatch, BySize)
+        assert isinstance(backend.dispatch.small, GatherTokens) and isinstance(backend.dispatch.large, ExchangeRows)
+        assert backend.dispatch.from_tokens == (32 if options is EXPERTS else 1), "three experts a token"
+    for sizes, least in {(1, 8): 256, (2, 4): 256, (8, 1): 256, (64, 1): 32, (32, 4): 32}.items():
+        mesh: Any = jax.sharding.AbstractMesh(sizes, ("data", "tensor"))
+        assert exchange_from(mesh, top_k=8) == least, sizes
+
+
+@pytest.mark.parametrize("name, mesh, options, message", [
+    ("qwen3-qk-norm", "2x1", EXPERTS, "--enable-expert-parallel: this model has no experts"),
+    ("qwen3-qk-norm", "2x1", ExpertOptions(two_micro_batches=True), "--enable-dbo: this model has no experts"),
+    ("qwen3-moe", "2x1", ExpertOptions(redundant=0), "give --enable-expert-parallel too"),
+    ("qwen3-moe", "2x1", ExpertOptions(all2all="ragged_all_to_all"), "is for --enable-expert-parallel"),
+    ("qwen2-moe", "2x4", EXPERTS, r"6 experts do not divide over data=4 x tensor=2; .*_experts\": 2"),
+    ("qwen2-moe", "2x4", replace(EXPERTS, redundant=1), "6 experts and 1 redundant ones .*: 2"),
+    ("qwen3-moe", "2x4", replace(EXPERTS, redundant=3), "must be a multiple of 8"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused(name: str, mesh: str, options: ExpertOptions, message: str):
+    config = read_config(harness.config_json(name))
+    with pytest.raises(ExpertsError, match=message):
+        choose_experts(config, model_rules(config, make_mesh(parse_mesh(mesh)), options), options,
+                       jnp.dtype(jnp.float32))  # fmt: skip
 
 
 def test_clamped_swiglu_by_hand():
