@@ -1,0 +1,90 @@
+"""Compiles the engine's own step for a topology, without weights, and counts what the compiler made of it."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from scripts.aot.targets import (
+    H200_CONFIG,
+    Target,
+    TargetUnavailable,
+    compile_on,
+    quiet_stderr,
+)
+from scripts.aot.targets import devices_of as target_devices
+from scripts.planning.counting import count
+from scripts.planning.placement import Placement, place
+from scripts.planning.plan import Compiled
+from scripts.planning.topology import PlanError, Topology
+from serving.config import MAX_LOGPROBS
+from serving.runner.compiler import compile_step
+from serving.runner.packing import packed_size
+from serving.runner.shapes import StepShape, step_shapes
+from serving.runner.step import run_step
+
+POOL = 8  # pages of each group, as when the engine asks how many fit: temporaries do not depend on it
+
+
+def compiler_devices(topology: Topology) -> list[Any]:
+    """Devices to compile for. PlanError where this environment has no compiler for them."""
+    if topology.platform == "cpu":
+        return list(jax.devices("cpu")[: topology.num_devices])
+    config = H200_CONFIG if topology.platform == "gpu" else None
+    try:
+        return target_devices(Target(device=topology.device, topology=topology.description, config=config))
+    except TargetUnavailable as error:
+        raise PlanError(f"--topology {topology.name}: {error}; --compile 0 plans by formula alone") from error
+
+
+def compile_plan(p: Placement, devices: list[Any], done: Callable[[], None] = lambda: None) -> Compiled:
+    """Compiles the largest decode step and the largest step there is. done: called after each."""
+    started = time.perf_counter()
+    real = place(p.config, p.topology, p.spec, p.sizes, devices)
+    shapes = step_shapes(p.sizes.max_num_seqs, p.sizes.max_num_batched_tokens)
+    decode = max(shape for shape in shapes if shape.num_tokens == shape.num_rows)
+    counted, temporaries = [], 0
+    for shape in (decode, shapes[-1]):
+        with contextlib.nullcontext() if p.topology.platform == "cpu" else quiet_stderr():
+            compiled = compile_for(real, shape)
+        counted.append(count(compiled.as_text()))
+        temporaries = compiled.memory_analysis().temp_size_in_bytes
+        done()
+    return Compiled(decode=counted[0], prefill=counted[1], decode_tokens=decode.num_tokens,
+                    prefill_tokens=shapes[-1].num_tokens, temporaries=temporaries,
+                    seconds=time.perf_counter() - started)  # fmt: skip
+
+
+def compile_for(p: Placement, shape: StepShape) -> jax.stages.Compiled:
+    structure, weights = nnx.split(p.model)
+    leaves, tree = jax.tree.flatten(weights)
+    state = p.state(POOL)
+
+    def step(params, state, packed):
+        model = nnx.merge(structure, jax.tree.unflatten(tree, params))
+        return run_step(model, state, packed, shape, p.row_pages, min(MAX_LOGPROBS, p.config.vocab_size))
+
+    size = (p.rules.num_groups, packed_size(shape, p.row_pages))
+    packed = jax.ShapeDtypeStruct(size, jnp.int32, sharding=p.rules.sharding(("groups", None), size))
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    jitted = jax.jit(step, donate_argnums=1, out_shardings=(shardings, p.rules.whole))
+    if p.topology.platform == "cpu":
+        return compile_step(jitted.lower(leaves, state, packed), shape)
+    return compile_on(p.rules.mesh, jitted, leaves, state, packed)
+
+
+@contextlib.contextmanager
+def progress_bar(total: int, show: bool) -> Iterator[Callable[[str], None]]:
+    """Yields a function that says what is being compiled and counts it."""
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc="Compiling", unit="step", disable=not show, leave=False) as bar:
+        def step(name: str) -> None:
+            bar.set_postfix_str(name)
+            bar.update()
+
+        yield step

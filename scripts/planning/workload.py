@@ -1,0 +1,141 @@
+"""What a step costs by formula: operations, bytes and collectives of one device, from the model's shapes alone.
+
+The formulas rank meshes before anything is compiled. Of a compiled step, `scripts.planning.counting` replaces all but
+attention and experts, whose cost depends on data: how long the sequences are, and which experts the tokens choose.
+docs/planning.md derives the formulas and works examples by hand.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from scripts.planning.counting import Collective
+from scripts.planning.placement import Placement
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One data group's share of a step: `decode` rows of one token, each with `context` tokens in the cache, and a
+    chunk of a prompt, `chunk` tokens after `past`."""
+
+    decode: int
+    context: int
+    chunk: int = 0
+    past: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.decode + self.chunk
+
+    @property
+    def rows(self) -> int:
+        return self.decode + (self.chunk > 0)
+
+
+@dataclass(frozen=True)
+class Cost:
+    flops: float = 0
+    bytes: float = 0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.flops + other.flops, self.bytes + other.bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """Of one device. dense: everything but attention and experts."""
+
+    dense: Cost
+    attention: Cost
+    experts: Cost
+    collectives: Counter[Collective] = field(default_factory=Counter)
+
+
+def step_cost(p: Placement, work: Work, shape_rows: int | None = None) -> StepCost:
+    """shape_rows: rows of the compiled shape, whose logits are computed whether or not there is a sequence."""
+    return StepCost(dense=dense_cost(p, work.tokens, shape_rows or work.rows), attention=attention_cost(p, work),
+                    experts=experts_cost(p, work.tokens), collectives=collectives(p, work.tokens))  # fmt: skip
+
+
+def dense_cost(p: Placement, tokens: int, rows: int) -> Cost:
+    """Every matrix is read once and multiplied with every token; the embedding gives one row a token."""
+    width, D = p.sizes.dtype.itemsize, p.config.hidden_size
+    flops = 2 * (tokens * p.dense + rows * p.head)
+    return Cost(flops, (p.dense + p.head + tokens * D) * width + p.vectors)
+
+
+def attention_cost(p: Placement, work: Work) -> Cost:
+    """Each row's KV is read once. A query meets every key that it may see, twice: for scores and for values."""
+    config, flops, tokens_read = p.config, 0.0, 0.0
+    if config.latent is not None:  # absorbed: scores over latent and rotated numbers, values are the latent
+        pair = 2 * (2 * config.latent.latent_dim + config.latent.rope_dim)
+    else:
+        pair = 4 * config.head_dim
+    for layer in config.layers:
+        keys = min(work.context, layer.window or work.context)
+        seen = _pairs(work.chunk, work.past, layer.window)
+        flops += p.heads * pair * (work.decode * keys + seen)
+        tokens_read += work.decode * keys
+        if work.chunk:
+            tokens_read += min(work.past, layer.window or work.past) + work.chunk
+    written = work.tokens * config.num_layers
+    return Cost(flops, p.token_bytes() * (tokens_read + written))
+
+
+def _pairs(chunk: int, past: int, window: int | None) -> int:
+    """(query, key) pairs of a causal chunk after `past` tokens."""
+    if window is None:
+        return chunk * past + chunk * (chunk + 1) // 2
+    return sum(min(past + i + 1, window) for i in range(chunk))
+
+
+def experts_cost(p: Placement, tokens: int) -> Cost:
+    """Tokens choose experts evenly and independently of each other: T tokens that choose k of E leave an expert without
+    work with probability (1 - k/E)^T. The experts of a mesh get the tokens of all data groups that share them."""
+    total = Cost()
+    if not p.expert_layers:
+        return total
+    width, D, held = p.sizes.dtype.itemsize, p.config.hidden_size, p.experts_held
+    together = tokens * p.rules.num_groups if experts_over_groups(p) else tokens
+    for layer in p.expert_layers:
+        assert layer.moe is not None
+        routing, numbers = layer.moe.routing, 3 * D * layer.moe.width
+        chosen = routing.top_k / routing.num_experts
+        rows = together * chosen * held
+        touched = held * (1 - (1 - chosen) ** together)
+        total += Cost(2 * rows * numbers, touched * numbers * width)
+    return total
+
+
+def experts_over_groups(p: Placement) -> bool:
+    """Whether the data groups share one set of experts."""
+    return p.spec.data > 1 and p.config.num_experts is not None and "data" in p.rules.rules["experts"]
+
+
+def collectives(p: Placement, tokens: int) -> Counter[Collective]:
+    """A sum over `tensor` after attention, after each MLP and after the embedding, of partial sums in `sum_bytes`."""
+    found: Counter[Collective] = Counter()
+    config, n = p.config, p.spec.tensor
+    width = sum_bytes(p)
+    whole = Collective("all-reduce", tokens * config.hidden_size * width, n)
+    if p.rules.shards("vocab", config.vocab_size) > 1:
+        found[Collective("all-reduce", tokens * config.hidden_size * p.sizes.dtype.itemsize, n)] += 1
+    if p.rules.shards("heads", config.num_heads) > 1:
+        found[whole] += config.num_layers
+    num_moe = len(p.expert_layers)
+    if p.rules.shards("mlp", config.intermediate_size) > 1:
+        found[whole] += config.num_layers - num_moe
+    if num_moe and experts_over_groups(p):
+        # Each device sends its share of the group's tokens to their experts and gets them back.
+        top = max(layer.moe.routing.top_k for layer in p.expert_layers if layer.moe is not None)
+        sent = -(-tokens // n) * top * config.hidden_size * p.sizes.dtype.itemsize
+        found[Collective("all-to-all", sent, p.spec.num_devices)] += 2 * num_moe
+        if n > 1:
+            found[Collective("all-gather", tokens * config.hidden_size * p.sizes.dtype.itemsize, n)] += num_moe
+    elif num_moe and p.experts_held < (config.num_experts or 0):
+        found[whole] += num_moe
+    return found
+
+
+def sum_bytes(p: Placement) -> int:
+    """Of a partial sum on its way: TPUs send the weights' type, XLA on GPUs float32."""
+    return 4 if p.topology.platform == "gpu" else p.sizes.dtype.itemsize
