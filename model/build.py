@@ -18,16 +18,17 @@ from sharding.rules import AxisRules, axis_rules
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """experts: None where no layer has any."""
+    """num_kv_heads: of all devices, with copies. experts: None where no layer has any."""
 
     attention: attention.Backend | latent_attention.LatentBackend
+    num_kv_heads: int
     experts: ExpertsBackend | None
 
     def kv_layout(self, config: ModelConfig, num_pages: int) -> KVLayout | LatentLayout:
         """Of what this kind of attention keeps of each token."""
         if isinstance(self.attention, latent_attention.LatentBackend):
             return self.attention.layout(config.num_layers, num_pages)
-        return self.attention.layout(config.num_layers, num_pages, config.num_kv_heads)
+        return self.attention.layout(config.num_layers, num_pages, self.num_kv_heads)
 
 
 def model_rules(config: ModelConfig, mesh: jax.sharding.Mesh, options: ExpertOptions = DEFAULT) -> AxisRules:
@@ -41,7 +42,8 @@ def choose_kernels(config: ModelConfig, rules: AxisRules, dtype: jnp.dtype, *, a
                    page_size: int, options: ExpertOptions = DEFAULT) -> Kernels:  # fmt: skip
     """For the devices of the mesh; with the options of its rules. Raises ValueError with what is missing."""
     device = rules.mesh.devices.flat[0]
-    shards = rules.shards("kv_heads", config.num_kv_heads)
+    num_kv_heads = rules.held("kv_heads", config.num_kv_heads)
+    shards = rules.shards("kv_heads", num_kv_heads)
     heads = config.num_heads // shards
     if config.latent is not None:
         spec = latent_attention.LatentSpec(
@@ -51,7 +53,7 @@ def choose_kernels(config: ModelConfig, rules: AxisRules, dtype: jnp.dtype, *, a
         chosen = latent_attention.choose_backend(attention_backend, spec, device)
     else:
         spec = attention.AttentionSpec(
-            num_heads=heads, num_kv_heads=config.num_kv_heads // shards, head_dim=config.head_dim, page_size=page_size,
+            num_heads=heads, num_kv_heads=num_kv_heads // shards, head_dim=config.head_dim, page_size=page_size,
             dtype=dtype, kv_dtype=dtype,
         )  # fmt: skip
         chosen = attention.choose_backend(attention_backend, spec, device)
@@ -59,7 +61,7 @@ def choose_kernels(config: ModelConfig, rules: AxisRules, dtype: jnp.dtype, *, a
         raise ValueError(f"attention backend 'mosaic_gpu': jax simulates a GPU kernel on one device, the mesh has "
                          f"{rules.mesh.size}")  # fmt: skip
     experts = choose_experts(config, rules, options, dtype)
-    return Kernels(attention=chosen, experts=experts)
+    return Kernels(attention=chosen, num_kv_heads=num_kv_heads, experts=experts)
 
 
 def model_shapes(config: ModelConfig, rules: AxisRules, kernels: Kernels, dtype: jnp.dtype) -> Transformer:

@@ -77,7 +77,8 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, spec: LayerSpec, rules: AxisRules, attention: AttentionFn, *,
                  rngs: nnx.Rngs, dtype: jnp.dtype):
-        D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+        D, N, H = config.hidden_size, config.num_heads, config.head_dim
+        K = rules.held("kv_heads", config.num_kv_heads)
         self.rules, self.attention, self.rope, self.window = rules, attention, spec.rope, spec.window
         self.scale, self.soft_cap = config.attention_scale, config.attention_soft_cap
         heads, kv_heads = ("heads", "head_dim"), ("kv_heads", "head_dim")

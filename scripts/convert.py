@@ -35,7 +35,7 @@ def convert(source: str, folder: Path, dtype: Dtype | None = None) -> None:
     tokenizer = load_tokenizer(source)
     loaded = load_model(EngineConfig(model=source, dtype=dtype), progress=True)
     config = {key: value for key, value in loaded.hf_config.items() if key not in ("dtype", "torch_dtype")}
-    save_folder(folder, loaded.params, {**config, "dtype": dtype}, tokenizer.tokenizer_files())
+    save_folder(folder, loaded.stored_params, {**config, "dtype": dtype}, tokenizer.tokenizer_files())
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -44,14 +44,17 @@ _STEP_AXES = ("tokens", "rows", "groups")  # what they cannot divide simply stay
 
 @dataclass(frozen=True, kw_only=True)
 class AxisRules:
-    """A mesh and its rules. `replicated` collects, as axis -> reason, what could not be sharded as the rules say."""
+    """A mesh and its rules. `replicated` collects, as axis -> reason, what could not be sharded as the rules say.
+
+    copies: axes of which the devices hold more than a checkpoint does, each so many times (see `sharding.copies`)."""
 
     mesh: jax.sharding.Mesh
     rules: Mapping[str, MeshAxes]
+    copies: Mapping[str, int] = field(default_factory=dict)
     replicated: dict[str, str] = field(default_factory=dict, compare=False)
 
     def __hash__(self) -> int:
-        return hash((self.mesh, tuple(sorted(self.rules.items()))))
+        return hash((self.mesh, tuple(sorted(self.rules.items())), tuple(sorted(self.copies.items()))))
 
     @property
     def num_groups(self) -> int:
@@ -72,6 +75,10 @@ class AxisRules:
                 used[mesh_axis] = str(axis)
             parts.append(None if not over else over[0] if len(over) == 1 else over)
         return PartitionSpec(*parts)
+
+    def held(self, axis: str, size: int) -> int:
+        """How long the dimension is with its copies."""
+        return size * self.copies.get(axis, 1)
 
     def sharding(self, axes: Axes, shape: Sequence[int]) -> NamedSharding:
         return NamedSharding(self.mesh, self.spec(axes, shape))
@@ -135,15 +142,23 @@ class AxisRules:
 def axis_rules(mesh: jax.sharding.Mesh, *, num_heads: int, num_kv_heads: int) -> AxisRules:
     """The default rules for a model on a mesh.
 
-    Query heads follow their kv heads: when the kv heads do not divide over `tensor`, attention is replicated whole.
+    Query heads follow their kv heads. Where there are fewer kv heads than devices along `tensor`, each device holds a
+    copy of the one that its query heads use; where that does not come out even, attention is replicated whole.
     """
     rules = dict(DEFAULT_RULES)
-    replicated = {}
+    replicated: dict[str, str] = {}
+    copies: dict[str, int] = {}
     tensor = mesh.shape["tensor"]
-    if num_kv_heads % tensor:
+    if num_kv_heads % tensor and tensor % num_kv_heads == 0 and num_heads % tensor == 0:
+        copies["kv_heads"] = tensor // num_kv_heads
+        replicated["kv heads"] = (
+            f"{num_kv_heads} kv heads are fewer than tensor={tensor}: each device holds the one that its "
+            f"{num_heads // tensor} query heads use, so every kv head is on {copies['kv_heads']} devices"
+        )
+    elif num_kv_heads % tensor:
         rules["heads"] = rules["kv_heads"] = ()
         replicated["attention"] = (
             f"{num_kv_heads} kv heads ({num_heads} query heads) do not divide over tensor={tensor}: "
             "attention weights and KV pages are on every device"
         )
-    return AxisRules(mesh=mesh, rules=rules, replicated=replicated)
+    return AxisRules(mesh=mesh, rules=rules, copies=copies, replicated=replicated)

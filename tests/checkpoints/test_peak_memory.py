@@ -9,11 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
-from tests.e2e.tiny_model import CONFIG
+from tests.checkpoints.llama import write_llama
 
-V, D, F, N, K, H, LAYERS = 8192, 1024, 2816, 16, 8, 64, 4  # 222 MB in float32
+D, F, LAYERS = 1024, 2816, 4  # with what is below 222 MB in float32
 LARGEST = 4 * LAYERS * D * F  # bytes of the largest parameter
 SLACK = LARGEST // 2  # an eighth is a device's shard of it; the rest is allocators and threads
 
@@ -22,21 +21,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("memory") / "model"
-    folder.mkdir()
-    sizes = dict(vocab_size=V, hidden_size=D, intermediate_size=F, num_hidden_layers=LAYERS, num_attention_heads=N,
-                 num_key_value_heads=K, head_dim=H)  # fmt: skip
-    shapes = {"model.embed_tokens": (V, D), "model.norm": (D,)}
-    for layer in range(LAYERS):
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in {
-            "input_layernorm": (D,), "post_attention_layernorm": (D,), "self_attn.q_proj": (N * H, D),
-            "self_attn.k_proj": (K * H, D), "self_attn.v_proj": (K * H, D), "self_attn.o_proj": (D, N * H),
-            "mlp.gate_proj": (F, D), "mlp.up_proj": (F, D), "mlp.down_proj": (D, F),
-        }.items()}  # fmt: skip
-    save_file({f"{name}.weight": np.ones(shape, np.float32) for name, shape in shapes.items()},
-              folder / "model.safetensors")  # fmt: skip
-    (folder / "config.json").write_text(json.dumps({**CONFIG, **sizes}))
-    return folder
+    sizes = dict(vocab_size=8192, hidden_size=D, intermediate_size=F, num_hidden_layers=LAYERS, head_dim=64,
+                 num_attention_heads=16, num_key_value_heads=8)  # fmt: skip
+    return write_llama(tmp_path_factory.mktemp("memory") / "model", lambda shape: np.ones(shape, np.float32), **sizes)
 
 
 def start(devices: int, *arguments: str) -> subprocess.Popen:

@@ -17,6 +17,7 @@ from model.build import choose_kernels, model_rules, model_shapes
 from model.config import ModelConfig
 from model.families.registry import may_be_left_over, param_sources, read_config
 from model.transformer import Transformer, param_axes, param_dtypes, with_params
+from sharding.copies import stored_layout, with_copies
 from sharding.mesh import make_mesh, parse_mesh
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -39,19 +40,22 @@ def load(path: Path, mesh: str = "1x1", dtype=jnp.float32, context: int | None =
     config = read_config(checkpoint.config, context)
     model = shapes_of(config, mesh, dtype)
     axes = param_axes(model)
-    shapes = {path: shape for path, (shape, _) in axes.items()}
-    shardings = {path: model.rules.sharding(names, shape) for path, (shape, names) in axes.items()}
+    stored = {path: stored_layout(model.rules, names, shape) for path, (shape, names) in axes.items()}
+    shapes = {path: shape for path, (shape, _) in stored.items()}
+    shardings = {path: sharding for path, (_, sharding) in stored.items()}
     assert checkpoint.source is not None
     params = load_params(checkpoint.source, param_sources(config, shapes), shapes, shardings, param_dtypes(model),
                          ignore=may_be_left_over(config))
-    return with_params(model, params)
+    return with_params(model, {path: with_copies(model.rules, names, shape, params[path])
+                               for path, (shape, names) in axes.items()})
 
 
-def kv_pages(config: ModelConfig, num_pages: int = 64, page_size: int = 8, dtype=jnp.float32) -> jax.Array:
-    rules = model_rules(config, make_mesh(parse_mesh("1x1")))
+def kv_pages(model: Transformer, num_pages: int = 64, page_size: int = 8, dtype=jnp.float32) -> jax.Array:
+    """num_pages: of all data groups."""
+    config, rules = model.config, model.rules
     kernels = choose_kernels(config, rules, jnp.dtype(dtype), attention_backend="xla", page_size=page_size)
     layout = kernels.kv_layout(config, num_pages)
-    return jnp.zeros(layout.shape, dtype)
+    return jnp.zeros(layout.shape, dtype, device=rules.sharding(layout.axes, layout.shape))
 
 
 def batch(rows: Sequence[tuple[Sequence[int], int]], *, num_tokens: int, num_rows: int, row_pages: int = 8,

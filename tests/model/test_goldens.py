@@ -30,7 +30,7 @@ def check(model: Transformer, golden: Mapping[str, np.ndarray], length: int) -> 
     ids, want = golden[f"tokens_{length}"], golden[f"logits_{length}"]
     groups = model.rules.num_groups
     step = harness.batch([(ids, 0)], num_tokens=80, num_rows=2, row_pages=12, num_groups=groups)
-    got, _ = harness.all_logits(model, harness.kv_pages(model.config, num_pages=16 * groups), step)
+    got, _ = harness.all_logits(model, harness.kv_pages(model, num_pages=16 * groups), step)
     for of_group in np.asarray(got).reshape(groups, 80, -1):
         np.testing.assert_allclose(of_group[: len(ids)], want, atol=LOGITS_FLOAT32, rtol=0)
 
@@ -77,7 +77,7 @@ def test_chunks_and_decode_give_the_logits_of_one_prefill(name: str):
     model = harness.load(GOLDENS / name)
     golden = np.load(GOLDENS / name / "golden.npz")
     ids, want = golden["tokens_33"], golden["logits_33"]
-    pages, got = harness.kv_pages(model.config, num_pages=32), []
+    pages, got = harness.kv_pages(model, num_pages=32), []
     for start, end in ((0, 5), (5, 22), (22, 31), (31, 32), (32, 33)):
         other = (golden["tokens_7"][:3], 0)
         rows = [(ids[start:end], start), other]
