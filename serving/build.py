@@ -1,0 +1,180 @@
+"""From an `EngineConfig` to a runner: opens the checkpoint, lays the model out on a mesh, loads it, compiles its steps.
+
+Everything that this prints goes to standard error, for the one who started the service.
+"""
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from checkpoints.default_model import default_model_path
+from checkpoints.errors import CheckpointError
+from checkpoints.load import load_params
+from checkpoints.open import Checkpoint, open_checkpoint
+from checkpoints.orbax_folder import restore_params
+from model.build import Kernels, choose_kernels, model_rules, model_shapes
+from model.config import ModelConfig
+from model.families.common import UnsupportedModel
+from model.families.registry import may_be_left_over, param_sources, read_config
+from model.transformer import Path as ParamPath
+from model.transformer import Transformer, param_axes, param_dtypes, with_params
+from serving.config import EngineConfig
+from serving.errors import ConfigError
+from serving.report import start_report
+from serving.request import EngineInfo
+from serving.runner.compiler import use_persistent_cache
+from serving.runner.runner import ModelRunner, RunnerConfig
+from serving.tokenizer.load import load_tokenizer
+from sharding.copies import stored_layout, with_copies, without_copies
+from sharding.mesh import MeshError, make_mesh, parse_mesh
+from sharding.rules import AxisRules
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    model: Transformer
+    hf_config: Mapping[str, Any]
+    params: Mapping[ParamPath, jax.Array]
+    dtype: jnp.dtype
+    kernels: Kernels
+
+    @property
+    def stored_params(self) -> dict[ParamPath, jax.Array]:
+        """As a checkpoint has them: every kv head once."""
+        return {path: without_copies(self.model.rules, axes, self.params[path])
+                for path, (_, axes) in param_axes(self.model).items()}  # fmt: skip
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(value.size for value in self.stored_params.values())
+
+
+@contextmanager
+def _open(config: EngineConfig, progress: bool) -> Iterator[Checkpoint]:
+    """Whatever is wrong with the model within the block becomes one line that says what to do, a ConfigError."""
+    try:
+        with closing(open_checkpoint(config.model or default_model_path(progress))) as checkpoint:
+            yield checkpoint
+    except (CheckpointError, UnsupportedModel) as error:
+        raise ConfigError(f"--model: {error}") from error
+    except MeshError as error:
+        raise ConfigError(str(error)) from error
+
+
+def load_model(config: EngineConfig, *, progress: bool = False) -> LoadedModel:
+    """Weights on the mesh. Raises ConfigError."""
+    with _open(config, progress) as checkpoint:
+        return _load(checkpoint, read_config(checkpoint.config, config.max_model_len), config, progress)
+
+
+def _load(
+    checkpoint: Checkpoint, config: ModelConfig, engine: EngineConfig, progress: bool
+) -> LoadedModel:
+    mesh = make_mesh(parse_mesh(engine.mesh))
+    rules = model_rules(config, mesh)
+    dtype = jnp.dtype(choose_dtype() if engine.dtype == "auto" else engine.dtype)
+    kernels = _kernels(config, engine, rules, dtype)
+    model = model_shapes(config, rules, kernels, dtype)
+    axes, dtypes = param_axes(model), param_dtypes(model)
+    stored = {path: stored_layout(rules, names, shape) for path, (shape, names) in axes.items()}
+    shapes = {path: shape for path, (shape, _) in stored.items()}
+    shardings = {path: sharding for path, (_, sharding) in stored.items()}
+    if checkpoint.source is None:
+        params = restore_params(checkpoint.path, shapes, shardings, dtypes)
+    else:
+        params = load_params(checkpoint.source, param_sources(config, shapes), shapes, shardings, dtypes,
+                             ignore=may_be_left_over(config), progress=progress)
+    params = {path: with_copies(rules, names, shape, params[path]) for path, (shape, names) in axes.items()}
+    return LoadedModel(with_params(model, params), checkpoint.config, params, dtype, kernels)
+
+
+def _kernels(config: ModelConfig, engine: EngineConfig, rules: AxisRules, dtype: jnp.dtype) -> Kernels:
+    try:
+        return choose_kernels(config, rules, dtype, attention_backend=engine.attention_backend,
+                              page_size=_page_size(engine))  # fmt: skip
+    except ValueError as error:
+        raise ConfigError(f"--attention-backend and --block-size: {error}") from error
+
+
+def choose_dtype() -> str:
+    """bfloat16 on accelerators. On a CPU whichever multiplies faster: some do bfloat16 at twice the speed of float32,
+    others (and jax before 0.11) many times slower."""
+    if jax.default_backend() != "cpu":
+        return "bfloat16"
+    multiply = jax.jit(lambda x, w: jnp.einsum("td,df->tf", x, w, preferred_element_type=jnp.float32))
+    operands = {dtype: (jnp.ones((8, 1024), dtype), jnp.ones((1024, 4096), dtype)) for dtype in ("bfloat16", "float32")}
+    best = dict.fromkeys(operands, float("inf"))
+    for _ in range(20):  # in turn, and the best lap counts: other programs disturb both alike
+        for dtype, args in operands.items():
+            start = time.perf_counter()
+            jax.block_until_ready(multiply(*args))
+            best[dtype] = min(best[dtype], time.perf_counter() - start)
+    return "bfloat16" if best["bfloat16"] < best["float32"] else "float32"
+
+
+def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[ModelRunner, EngineInfo, tuple[int, ...]]:
+    """The runner, what to tell front ends, and the ids that end a generation."""
+    use_persistent_cache(config.compilation_cache_dir)
+    with _open(config, progress) as checkpoint:
+        # What is quick comes first, so that a mistake shows before the weights are read.
+        model = read_config(checkpoint.config, config.max_model_len)
+        runner_config = _runner_config(config, model, progress)
+        tokenizer = load_tokenizer(config.tokenizer or str(checkpoint.path))
+        loaded = _load(checkpoint, model, config, progress)
+    runner = ModelRunner(loaded.model, runner_config, loaded.kernels)
+    info = EngineInfo(
+        max_model_len=runner.max_model_len,
+        vocab_size=model.vocab_size,
+        num_groups=runner.num_groups,
+        max_num_seqs=runner.max_num_seqs,
+        max_num_batched_tokens=runner.max_num_batched_tokens,
+        num_pages=runner.num_pages,
+        page_size=runner.page_size,
+        dtype=str(loaded.dtype),
+        kv_cache_dtype=str(loaded.dtype),
+        attention_backend=loaded.kernels.attention.choice.name,
+        mesh=str(parse_mesh(config.mesh)),
+        model_family=model.family,
+        num_parameters=loaded.num_parameters,
+    )
+    if progress:
+        report = start_report(runner, loaded.model, loaded.params, loaded.kernels, info)
+        print("\n".join(report), file=sys.stderr, flush=True)
+    eos_ids = dict.fromkeys((*model.eos_ids, *tokenizer.eos_ids))
+    eos_ids = tuple(token_id for token_id in eos_ids if 0 <= token_id < model.vocab_size)  # no other can be made
+    return runner, info, eos_ids
+
+
+def _page_size(config: EngineConfig) -> int:
+    """Short pages share more of a prefix. A copy of one on a GPU or TPU must be long enough to pay."""
+    return config.block_size or {"gpu": 64, "tpu": 128}.get(jax.default_backend(), 16)
+
+
+def _runner_config(config: EngineConfig, model: ModelConfig, progress: bool) -> RunnerConfig:
+    on_cpu = jax.default_backend() == "cpu"
+    max_model_len = config.max_model_len or model.max_position
+    if max_model_len > model.max_position:
+        raise ConfigError(f"--max-model-len {max_model_len} is beyond the model's context of {model.max_position}")
+    rows = config.max_num_seqs or (32 if on_cpu else 256)
+    tokens = config.max_num_batched_tokens or max(512 if on_cpu else 2048, rows)
+    if tokens < rows:
+        raise ConfigError(f"--max-num-batched-tokens {tokens} must be at least --max-num-seqs {rows}: "
+                          "every running sequence gets one token a step")  # fmt: skip
+    if config.num_pages is not None and config.num_pages < 2:
+        raise ConfigError(f"--num-pages {config.num_pages} must be at least 2: page 0 is scratch")
+    return RunnerConfig(
+        max_num_seqs=rows,
+        max_num_batched_tokens=tokens,
+        max_model_len=max_model_len,
+        may_shorten=config.max_model_len is None,
+        page_size=_page_size(config),
+        num_pages=config.num_pages,
+        memory_share=config.gpu_memory_utilization,
+        progress=progress,
+    )
