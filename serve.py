@@ -4,6 +4,7 @@ This process holds the front ends; the engine core is a child process. Exit code
 engine died, 2 when the service cannot start as configured (one line on standard error says why).
 """
 
+import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -32,10 +33,8 @@ BUILD = "serving.build:build_core"
 def main() -> None:
     started = time.time()
     try:
-        config = parse_flags(sys.argv[1:])
-        ports = bind_ports(config)
-        config = _resolve(config)
-        code = _run(config, ports, started)
+        config = parse_flags(sys.argv[1:], os.environ)
+        code = _follow(config) if config.engine.is_follower else _lead(config, started)
     except EngineDead as error:
         print(f"pageloom: {error}", file=sys.stderr)
         code = 1
@@ -45,6 +44,19 @@ def main() -> None:
     except KeyboardInterrupt:
         code = 130
     sys.exit(code)
+
+
+def _lead(config: ServerConfig, started: float) -> int:
+    ports = bind_ports(config)
+    return _run(_resolve(config), ports, started)
+
+
+def _follow(config: ServerConfig) -> int:
+    """No front ends, no scheduler: the core of host 0 says what to do."""
+    from serving.distributed.follower import follow  # loads jax
+
+    model = config.engine.model or str(default_model_path(progress=True))
+    return follow(replace(config.engine, model=model), config.shutdown_grace_seconds)
 
 
 def _resolve(config: ServerConfig) -> ServerConfig:

@@ -10,6 +10,29 @@ MAX_LOGPROBS = 20  # the device computes no more for a token; a server may allow
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostPlan:
+    """This host's place among the hosts that serve one model together. Made by `serving.distributed.plan`."""
+
+    count: int
+    rank: int  # 0 schedules and answers; the others follow its steps
+    addresses: tuple[str, ...]  # by rank; empty where only that host itself knows
+    port: int = 0  # of jax's coordinator, on host 0
+    timeout_seconds: float = 300.0  # for all hosts to come
+
+    @property
+    def leader(self) -> str:
+        return self.addresses[0]
+
+    @property
+    def channel_port(self) -> int:
+        """Where host 0 sends its steps."""
+        return self.port + 1
+
+    def name(self, rank: int) -> str:
+        return f"host {rank} ({self.addresses[rank]})" if self.addresses[rank] else f"host {rank}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything the engine core needs. None means: chosen from the model or the device, and printed at start."""
 
@@ -17,6 +40,7 @@ class EngineConfig:
     tokenizer: str | None = None  # None: from the model
     dtype: Dtype = "auto"
     mesh: str = "1x1"
+    hosts: HostPlan | None = None  # None: this host alone
     attention_backend: Literal["auto", "xla", "mosaic_tpu", "mosaic_gpu"] = "auto"  # a kernel on a CPU: simulated
     max_model_len: int | None = None  # tokens, prompt and output together
     max_num_seqs: int | None = None
@@ -30,6 +54,11 @@ class EngineConfig:
     max_num_waiting: int = 4096  # requests beyond it are refused with 429
     compilation_cache_dir: str | None = None  # None: in the user's cache folder; "": off
     check_integrity: bool = False  # check the KV books after every step (tests)
+
+    @property
+    def is_follower(self) -> bool:
+        """Whether this host runs what another host schedules."""
+        return self.hosts is not None and self.hosts.rank > 0
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_pages",

@@ -1,11 +1,19 @@
 """Command-line flags to `ServerConfig`. Names follow vLLM where the meaning is the same."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from serving.config import EngineConfig, ServerConfig
+from serving.distributed.plan import DEFAULT_PORT, DEFAULT_TIMEOUT_SECONDS, HostFlags, plan_hosts
 from serving.errors import ConfigError
+
+_SIZE_FLAGS = {
+    "tensor": "--tensor-parallel-size",
+    "data": "--data-parallel-size",
+    "context": "--prefill-context-parallel-size",
+    "pipeline": "--pipeline-parallel-size",
+}  # of the mesh's axes, as vLLM calls them
 
 
 class _Parser(argparse.ArgumentParser):
@@ -22,20 +30,31 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action)
 
 
-def parse_flags(argv: Sequence[str]) -> ServerConfig:
-    """Raises ConfigError with one line for a bad flag."""
+def parse_flags(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> ServerConfig:
+    """`environment`: where a cluster's launcher may tell which of several hosts this is. Raises ConfigError with one
+    line for a bad flag."""
     args = _parser().parse_args(argv)
     mesh = args.mesh
-    sizes = {"tensor": args.tensor_parallel_size, "data": args.data_parallel_size}
-    if any(sizes.values()):
+    sizes = {axis: getattr(args, flag.removeprefix("--").replace("-", "_")) for axis, flag in _SIZE_FLAGS.items()}
+    if any(size is not None for size in sizes.values()):
         if mesh is not None:
-            raise ConfigError("--mesh and --tensor-parallel-size / --data-parallel-size say the same thing: give one")
+            raise ConfigError(f"--mesh and {' / '.join(_SIZE_FLAGS.values())} say the same thing: give one")
         mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size is not None)
     engine = EngineConfig(
         model=args.model,
         tokenizer=args.tokenizer,
         dtype=args.dtype,
         mesh=mesh or "1x1",
+        hosts=plan_hosts(
+            HostFlags(
+                nnodes=args.nnodes,
+                node_rank=args.node_rank,
+                master_addr=args.master_addr,
+                master_port=args.master_port,
+                distributed_timeout_seconds=args.distributed_timeout_seconds,
+            ),
+            environment or {},
+        ),
         attention_backend=args.attention_backend,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
@@ -81,17 +100,29 @@ def _parser() -> _Parser:
     model.add_argument("--max-model-len", type=int, metavar="TOKENS", help="context length, if not the model's")
 
     devices = parser.add_argument_group("devices")
-    devices.add_argument("--mesh", metavar="TxD", help="tensor x data, as 8x1 or tensor=4,data=2 (default: 1x1)")
+    devices.add_argument("--mesh", metavar="TxD", help="tensor x data, as 8x1; or any of tensor=4,data=2,context=2,"
+                         "pipeline=2 (default: 1x1)")
     devices.add_argument("--attention-backend", choices=("auto", "xla", "mosaic_tpu", "mosaic_gpu"),
                          default=engine.attention_backend,
                          help="auto: the device's kernel where it fits, else xla; a kernel on a CPU is simulated")
-    devices.add_argument("--tensor-parallel-size", type=int, metavar="N", help="as --mesh tensor=N")
-    devices.add_argument("--data-parallel-size", type=int, metavar="N", help="as --mesh data=N")
+    for axis, flag in _SIZE_FLAGS.items():
+        devices.add_argument(flag, type=int, metavar="N", help=f"as --mesh {axis}=N")
     devices.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE",
                          help="share of device memory to use (default: 0.9; on a CPU 0.1 of the host's)")
     devices.add_argument("--num-pages", type=int, metavar="N", help="KV pages, if not as many as fit")
     devices.add_argument("--compilation-cache-dir", metavar="FOLDER", default=engine.compilation_cache_dir,
                          help='where compiled steps are kept (default: ~/.cache/pageloom/xla; "" turns it off)')
+
+    hosts = parser.add_argument_group(
+        "hosts", "Without these, what a TPU slice, SLURM or a LeaderWorkerSet says in the environment.")
+    hosts.add_argument("--nnodes", type=int, metavar="N",
+                       help="hosts that serve the model together; 1: this one alone, whatever the environment says")
+    hosts.add_argument("--node-rank", type=int, metavar="RANK", help="which of them this is; 0 schedules and answers")
+    hosts.add_argument("--master-addr", metavar="HOST", help="address of host 0, as the others reach it")
+    hosts.add_argument("--master-port", type=int, metavar="PORT",
+                       help=f"on host 0, for jax's coordinator; the next one for steps (default: {DEFAULT_PORT})")
+    hosts.add_argument("--distributed-timeout-seconds", type=float, metavar="S",
+                       help=f"how long hosts wait for each other at start (default: {DEFAULT_TIMEOUT_SECONDS:g})")
 
     batching = parser.add_argument_group("batching")
     batching.add_argument("--max-num-seqs", type=int, metavar="N",

@@ -34,14 +34,17 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "serving.validation": CONTRACTS,
     "serving.metrics": CONTRACTS,
     "serving.api": (*CONTRACTS, *ENGINE_CLIENT_SIDE, "serving.tokenizer.*", "serving.validation", "serving.metrics"),
-    "serving.flags": CONTRACTS,
+    "serving.distributed": (*CONTRACTS, "serving.engine.plan", "checkpoints.tensors"),
+    "serving.distributed.join": (*CONTRACTS, "serving.distributed.*"),
+    "serving.distributed.follower": ("serving.*",),
+    "serving.flags": (*CONTRACTS, "serving.distributed.plan"),
     "serving.build": ("serving.*", "model.*", "pallas_kernels.*.api", "quant.*", "sharding.*", "checkpoints.*"),
     "serving.llm": ("serving.*", "checkpoints.default_model"),
     "serve": ("serving.*", "checkpoints.default_model", "checkpoints.errors"),  # and no jax: that is the core's
 }
 # Front ends and the scheduler start fast and stay light: jax is not loaded there, not even through others.
 WITHOUT_JAX = ("serving.engine", "serving.kv", "serving.api", "serving.tokenizer", "serving.validation",
-               "serving.metrics", "serving.flags", "serve", *CONTRACTS)
+               "serving.metrics", "serving.flags", "serving.distributed.plan", "serve", *CONTRACTS)
 
 
 def module_name(path: Path) -> str:

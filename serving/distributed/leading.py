@@ -1,0 +1,214 @@
+"""Host 0's side: waits for the followers, compares them with itself, and sends every step to all."""
+
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from serving.config import HostPlan
+from serving.distributed.connection import Connection, Gone
+from serving.distributed.hosts import Hosts, describe_difference
+from serving.distributed.messages import (
+    LARGEST_HELLO,
+    PROTOCOL,
+    Agreed,
+    Failed,
+    FromFollower,
+    Goodbye,
+    Hello,
+    Mine,
+    Refused,
+    Welcome,
+)
+from serving.errors import ConfigError
+
+HELLO_SECONDS = 5.0  # for one who has connected to say who it is
+GOODBYE_SECONDS = 5.0
+
+
+class LeaderHosts(Hosts):
+    """Made by `wait_for_followers`."""
+
+    def __init__(self, plan: HostPlan, followers: Mapping[int, Connection]):
+        peers = {rank: connection.peer for rank, connection in followers.items()}
+        addresses = (known or peers.get(rank, "") for rank, known in enumerate(plan.addresses))
+        super().__init__(replace(plan, addresses=tuple(addresses)))
+        self._followers = dict(sorted(followers.items()))
+        self._encoder = msgspec.msgpack.Encoder()
+        self._arrived = threading.Condition()
+        self._values: dict[int, Mine] = {}
+        self._open = set(self._followers)
+        for rank, connection in self._followers.items():
+            connection.start(lambda message, rank=rank: self._receive(rank, message),
+                             lambda why, rank=rank: self._gone(rank, why))  # fmt: skip
+
+    def send(self, message: msgspec.Struct) -> None:
+        """To all followers. One that is gone is noticed by its own thread."""
+        payload = self._encoder.encode(message)
+        for connection in self._followers.values():
+            try:
+                connection.send_encoded(payload)
+            except Gone:
+                pass
+
+    def agree(self, name: str, mine: Any, choose: Callable[[Sequence[Any]], Any]) -> Any:
+        with self._arrived:
+            self._arrived.wait_for(lambda: self.over.done() or len(self._values) == len(self._followers))
+            self.check()
+            values, self._values = self._values, {}
+        for rank, value in values.items():
+            assert value.name == name, f"host {rank} is at {value.name}, host 0 at {name}"
+        chosen = choose([mine, *(values[rank].value for rank in self._followers)])
+        self.send(Agreed(name, chosen))
+        return chosen
+
+    def fail(self, message: str) -> None:
+        self.leave()
+        self._part(Refused(message))
+
+    def goodbye(self, reason: str = "") -> None:
+        """The service ends: as it should if there is no reason."""
+        self.leave()
+        if not self.over.done():
+            self._part(Goodbye(reason))
+
+    def _part(self, message: Refused | Goodbye) -> None:
+        """Followers close first: closing while they still send could cost them the last message."""
+        self.send(message)
+        with self._arrived:
+            self._arrived.wait_for(lambda: not self._open, GOODBYE_SECONDS)
+        for connection in self._followers.values():
+            connection.close()
+
+    def _receive(self, rank: int, message: FromFollower) -> None:
+        match message:
+            case Mine():
+                with self._arrived:
+                    self._values[rank] = message
+                    self._arrived.notify_all()
+            case Failed(why):
+                self.end(f"{self.plan.name(rank)} has ended: {why}")
+            case _:
+                self._gone(rank, f"it sent {type(message).__name__} out of turn")
+
+    def _gone(self, rank: int, why: str) -> None:
+        self.end(f"{self.plan.name(rank)} is gone ({why}); the service ends on all hosts")
+        with self._arrived:
+            self._open.discard(rank)
+            self._arrived.notify_all()
+
+    def _tell(self, message: str) -> None:
+        self.send(Goodbye(message))
+        with self._arrived:
+            self._arrived.notify_all()
+
+
+def listen(plan: HostPlan) -> socket.socket:
+    """On the leader's own address, or on all where that is not this machine's (a name that a proxy answers for)."""
+    try:
+        host = socket.getaddrinfo(plan.leader, None, type=socket.SOCK_STREAM)[0][4][0]
+        return socket.create_server((host, plan.channel_port), family=_family(str(host)))
+    except OSError:
+        pass
+    try:
+        return socket.create_server(("", plan.channel_port))
+    except OSError as error:
+        raise ConfigError(f"cannot bind port {plan.channel_port} (--master-port + 1): {error.strerror}") from error
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def wait_for_followers(plan: HostPlan, listener: socket.socket, fingerprint: Mapping[str, str]) -> LeaderHosts:
+    """Raises ConfigError if they differ from this host, or are not there after the plan's timeout."""
+    with listener:
+        followers = _Gathering(plan, listener).run()
+    hosts, differing = {rank: connection for rank, (connection, _) in followers.items()}, ""
+    for rank, (_, hello) in sorted(followers.items()):
+        if not differing and (difference := describe_difference(fingerprint, hello.fingerprint)):
+            differing = f"{plan.name(rank)} differs from host 0 in {difference}"
+    _tell(hosts.values(), Refused(differing) if differing else Welcome())
+    if differing:
+        raise ConfigError(differing)
+    return LeaderHosts(plan, hosts)
+
+
+class _Gathering:
+    """Accepts connections; each says hello in a thread of its own, so that a silent one holds nobody up."""
+
+    def __init__(self, plan: HostPlan, listener: socket.socket):
+        self._plan, self._listener = plan, listener
+        self._changed = threading.Condition()
+        self._here: dict[int, tuple[Connection, Hello]] = {}
+        self._stopped = False
+
+    def run(self) -> dict[int, tuple[Connection, Hello]]:
+        accepting = threading.Thread(target=self._accept, daemon=True)
+        accepting.start()
+        wanted = self._plan.count - 1
+        with self._changed:
+            complete = self._changed.wait_for(lambda: len(self._here) == wanted, self._plan.timeout_seconds)
+            self._stopped = True
+        accepting.join()
+        if complete:
+            return self._here
+        missing = ", ".join(self._plan.name(rank) for rank in range(1, self._plan.count) if rank not in self._here)
+        message = (f"of {self._plan.count} hosts these did not come within {self._plan.timeout_seconds:g} s "
+                   f"(--distributed-timeout-seconds): {missing}; they must reach {self._plan.leader} on ports "
+                   f"{self._plan.port} and {self._plan.channel_port}")  # fmt: skip
+        _tell((connection for connection, _ in self._here.values()), Refused(message))
+        raise ConfigError(message)
+
+    def _accept(self) -> None:
+        self._listener.settimeout(0.2)
+        while not self._stopped:
+            try:
+                sock, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            threading.Thread(target=self._greet, args=(sock,), daemon=True).start()
+
+    def _greet(self, sock: socket.socket) -> None:
+        try:
+            connection = Connection(sock, FromFollower)
+            hello = connection.receive(HELLO_SECONDS, LARGEST_HELLO)
+        except (Gone, OSError):  # not one of us
+            sock.close()
+            return
+        with self._changed:
+            reason = self._refusal(hello)
+            if not reason:
+                self._here[hello.rank] = connection, hello
+                self._changed.notify_all()
+                return
+        print(f"pageloom: refused {connection.peer}: {reason}", file=sys.stderr, flush=True)
+        _tell([connection], Refused(reason))
+
+    def _refusal(self, hello: Any) -> str:
+        if not isinstance(hello, Hello) or hello.protocol != PROTOCOL:
+            return f"it speaks another protocol than host 0's {PROTOCOL}; install the same version on all hosts"
+        if not 0 < hello.rank < self._plan.count:
+            return f"it is host {hello.rank}, host 0 knows of {self._plan.count} hosts; give all the same --nnodes"
+        if hello.rank in self._here and self._here[hello.rank][0].is_silent():  # else it has closed, and comes again
+            peer = self._here[hello.rank][0].peer
+            return f"host {hello.rank} is here already, from {peer}; give each host a --node-rank of its own"
+        if self._stopped:
+            return "it came too late"
+        return ""
+
+
+def _tell(connections: Any, message: msgspec.Struct) -> None:
+    for connection in connections:
+        try:
+            connection.send(message)
+            if isinstance(message, Refused):
+                connection.close()
+        except Gone:
+            pass
+
+
