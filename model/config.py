@@ -45,6 +45,7 @@ class Routing:
     top_groups: int = 1  # that a token may choose from
     group_best: int = 1  # a group's score is the sum of this many of its best
     weights: Literal["scores", "normalized"] = "normalized"  # of the chosen: as they are, or divided by their sum
+    applied_to: Literal["input", "output"] = "output"  # what of an expert is multiplied by its weight
     scale: float = 1.0  # of the weights
 
     def __post_init__(self) -> None:
@@ -89,16 +90,32 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttentionGrowth:
+    """Queries grow with their position, so that attention to many tokens stays sharp (Nakanishi, arXiv 2501.19399):
+    times 1 + strength * log(1 + (position + 1) // every)."""
+
+    every: int  # tokens
+    strength: float
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"{self.every=} tokens must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerSpec:
     """What may differ from layer to layer."""
 
-    rope: RopeConfig
+    rope: RopeConfig | None  # None: queries and keys are not rotated
     window: int | None = None  # sliding attention window in tokens, None: sees everything
+    chunk: int | None = None  # tokens of a chunk, which is all that a token of it sees, None: sees everything
+    growth: AttentionGrowth | None = None
     moe: MoESpec | None = None  # None: a dense MLP
 
     def __post_init__(self) -> None:
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"{self.window=} must be at least 1: a token sees itself")
+        for name in ("window", "chunk"):
+            if (size := getattr(self, name)) is not None and size < 1:
+                raise ValueError(f"{name}={size} must be at least 1: a token sees itself")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +151,9 @@ class ModelConfig:
     tie_embeddings: bool
     activation: Activation | ClampedSwiGLU = "silu"  # of the MLP's gate
     biases: frozenset[Projection] = frozenset()  # the projections that have one
-    qk_norm: Literal["head", "projection"] | None = None  # over each query and key head, or over all of a token's
+    # Of queries and keys: over each head; over all of a token's; or over each head after RoPE where there is some,
+    # without factors.
+    qk_norm: Literal["head", "projection", "rotated"] | None = None
     norms: Literal["input", "output", "both"] = "input"  # what is normed of attention and of the MLP
     norm_offset: float = 0.0  # a norm multiplies by offset + scale
     embedding_scale: float = 1.0
@@ -157,9 +176,11 @@ class ModelConfig:
             raise ValueError(f"{self.num_heads=} must be a multiple of {self.num_kv_heads=}")
         if not self.layers:
             raise ValueError("a model needs at least one layer")
-        for layer in set(self.layers):
-            if 2 * len(layer.rope.frequencies) > self.head_dim:
-                raise ValueError(f"{self.head_dim=} is less than the {2 * len(layer.rope.frequencies)} rotated numbers")
+        for rope in {layer.rope for layer in self.layers if layer.rope is not None}:
+            if 2 * len(rope.frequencies) > self.head_dim:
+                raise ValueError(f"{self.head_dim=} is less than the {2 * len(rope.frequencies)} rotated numbers")
+        if self.latent is not None and any(layer.rope is None or layer.chunk or layer.growth for layer in self.layers):
+            raise ValueError("latent attention has RoPE in all layers, no chunks and no growth")
         if not isinstance(self.activation, ClampedSwiGLU) and self.activation not in get_args(Activation):
             raise ValueError(f"{self.activation=} is not one of {', '.join(get_args(Activation))}")
         for name in ("attention_soft_cap", "logit_soft_cap"):

@@ -140,6 +140,20 @@ class TwoMicroBatches:
         return jnp.concatenate([self.way(one, token_axes, apply) for one in halves])
 
 
+@dataclass(frozen=True, kw_only=True)
+class WeightedInputs:
+    """What goes into an expert is multiplied by its weight, instead of what comes out (Llama 4): each choice of a token
+    goes its way as a token of its own."""
+
+    way: Dispatch
+
+    def __call__(self, tokens: Choices, token_axes: MeshAxes, apply: ApplyExperts) -> Float[Array, "T D"]:
+        x = (tokens.x[:, None] * tokens.weights[:, :, None]).astype(tokens.x.dtype)  # [T, k, D]
+        places = tokens.places.reshape(-1, 1)
+        alone = Choices(x.reshape(len(places), -1), places, jnp.ones(places.shape, tokens.weights.dtype))
+        return self.way(alone, token_axes, apply).reshape(x.shape).sum(1)
+
+
 def count(numbers: Int[Array, "*any"], size: int) -> Int[Array, " size"]:
     """How often 0 .. size - 1 occur. By comparing: a TPU adds to places of an array one after the other."""
     return (numbers.reshape(-1, 1) == jnp.arange(size)).sum(0, dtype=jnp.int32)

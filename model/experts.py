@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from model.config import Activation, ClampedSwiGLU, ModelConfig, MoESpec, Projection
-from model.dispatch import Choices, Dispatch, count
+from model.dispatch import Choices, Dispatch, WeightedInputs, count
 from model.layers import gated, param
 from pallas_kernels.grouped_matmul.api import Backend
 from sharding.exchange import MeshAxes
@@ -53,6 +53,8 @@ class Experts(nnx.Module):
                  rngs: nnx.Rngs, dtype: jnp.dtype):
         P, D, F = backend.num_places, config.hidden_size, spec.width
         self.rules, self.backend, self.num_experts = rules, backend, spec.routing.num_experts
+        weigh_inputs = spec.routing.applied_to == "input"
+        self.dispatch: Dispatch = WeightedInputs(way=backend.dispatch) if weigh_inputs else backend.dispatch
         self.activation: Activation | ClampedSwiGLU = config.activation
         self.gate = param((P, D, F), ("experts", "embed", "expert_mlp"), rngs=rngs, dtype=dtype)
         self.up = param((P, D, F), ("experts", "embed", "expert_mlp"), rngs=rngs, dtype=dtype)
@@ -96,7 +98,7 @@ class Experts(nnx.Module):
             places = where[chosen, token % replicas[chosen]]
         places = jnp.where(real, places, self.backend.num_places)
         apply = partial(self._apply, matrices, biases, layer)
-        out = self.backend.dispatch(Choices(x, places, weights), token_axes, apply)
+        out = self.dispatch(Choices(x, places, weights), token_axes, apply)
         return out, count(jnp.where(real, chosen, self.num_experts), self.num_experts)[None]
 
     def _apply(self, matrices: Sequence[jax.Array], biases: Sequence[jax.Array], layer: jax.Array | None,

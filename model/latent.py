@@ -25,7 +25,7 @@ from sharding.rules import AxisRules
 class LatentAttention(nnx.Module):
     def __init__(self, config: ModelConfig, spec: LayerSpec, rules: AxisRules, attention: LatentAttentionFn, *,
                  rngs: nnx.Rngs, dtype: jnp.dtype):
-        assert config.latent is not None
+        assert config.latent is not None and spec.rope is not None
         of, D, N = config.latent, config.hidden_size, config.num_heads
         R, C, H = of.latent_dim, of.query_rank, of.nope_dim + of.rope_dim
         self.rules, self.attention, self.rope, self.of = rules, attention, spec.rope, of

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from model.batch import ROW_AXES, StepBatch
 from model.config import Activation, ClampedSwiGLU, LayerSpec, ModelConfig, Projection, RopeConfig
-from model.rope import apply_rope
+from model.rope import apply_rope, growth_of
 from pallas_kernels.ragged_paged_attention.api import AttentionFn, KVLayout
 from sharding.rules import Axes, AxisRules
 
@@ -54,6 +54,10 @@ def add(x: jax.Array, bias: nnx.Param | None) -> jax.Array:
     return x if bias is None else x + bias[...]
 
 
+def divided_by_rms(x: Float[Array, "..."], axes: tuple[int, ...], eps: float) -> Float[Array, "..."]:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=axes, keepdims=True) + eps)
+
+
 class RMSNorm(nnx.Module):
     """x / rms(x) * (offset + scale) over the last axes, in float32."""
 
@@ -63,8 +67,7 @@ class RMSNorm(nnx.Module):
         self.scale = param(shape, axes, rngs=rngs, dtype=dtype, ones=True)
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        wide = x.astype(jnp.float32)
-        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=self.normed, keepdims=True) + self.eps)
+        normed = divided_by_rms(x.astype(jnp.float32), self.normed, self.eps)
         return (normed * (self.offset + self.scale[...].astype(jnp.float32))).astype(x.dtype)
 
 
@@ -81,6 +84,8 @@ class Attention(nnx.Module):
         K = rules.held("kv_heads", config.num_kv_heads)
         self.rules, self.attention, self.rope, self.window = rules, attention, spec.rope, spec.window
         self.scale, self.soft_cap = config.attention_scale, config.attention_soft_cap
+        self.chunk, self.growth, self.eps = spec.chunk, spec.growth, config.norm_eps
+        self.norm_rotated = config.qk_norm == "rotated" and spec.rope is not None
         heads, kv_heads = ("heads", "head_dim"), ("kv_heads", "head_dim")
         self.q = param((D, N, H), ("embed", *heads), rngs=rngs, dtype=dtype)
         self.k = param((D, K, H), ("embed", *kv_heads), rngs=rngs, dtype=dtype)
@@ -94,7 +99,7 @@ class Attention(nnx.Module):
         self.v_bias, self.o_bias = bias("v", (K, H), kv_heads), bias("o", (D,), ("embed",))
 
         def norm(shape: tuple[int, ...], axes: Axes) -> RMSNorm | None:
-            if config.qk_norm is None:
+            if config.qk_norm in (None, "rotated"):
                 return None
             first = {"projection": 0, "head": 1}[config.qk_norm]
             return RMSNorm(shape[first:], axes[first:], config, rngs=rngs, dtype=dtype)
@@ -107,17 +112,28 @@ class Attention(nnx.Module):
         q = add(project("td,dnh->tnh", x, self.q), self.q_bias)
         k = add(project("td,dnh->tnh", x, self.k), self.k_bias)
         v = add(project("td,dnh->tnh", x, self.v), self.v_bias)
-        q = apply_rope(self.rope, normed(self.q_norm, q), angles[self.rope])
-        k = apply_rope(self.rope, normed(self.k_norm, k), angles[self.rope])
+        q = self._placed(normed(self.q_norm, q), angles)
+        k = self._placed(normed(self.k_norm, k), angles)
+        if self.growth is not None:
+            q = (q * growth_of(self.growth, batch.positions)[:, None, None]).astype(q.dtype)
         out, kv_pages = self._attend(q, k, v, kv_pages, layer, batch)
         return add(project("tnh,nhd->td", out, self.o), self.o_bias), kv_pages
+
+    def _placed(self, x: Float[Array, "T N H"], angles: Angles) -> Float[Array, "T N H"]:
+        """Heads of queries or keys, as their position makes them."""
+        if self.rope is not None:
+            x = apply_rope(self.rope, x, angles[self.rope])
+        if self.norm_rotated:
+            x = divided_by_rms(x.astype(jnp.float32), (-1,), self.eps).astype(x.dtype)
+        return x
 
     def _attend(self, q, k, v, kv_pages, layer, batch: StepBatch):
         """Attention of each device's heads and group of rows."""
         def attend(*args: jax.Array):
             step, sinks = args[: len(in_axes)], args[len(in_axes) :]
             more = {"sinks": sinks[0]} if sinks else {}
-            return self.attention(*step, scale=self.scale, window=self.window, soft_cap=self.soft_cap, **more)
+            return self.attention(*step, scale=self.scale, window=self.window, chunk=self.chunk,
+                                  soft_cap=self.soft_cap, **more)
 
         heads, kv_heads = ("tokens", "heads", "head_dim"), ("tokens", "kv_heads", "head_dim")
         args = (q, k, v, kv_pages, layer, *batch.of_rows)

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021).
+"""What a token's position does to its queries and keys: rotary embedding (Su et al. 2021), and growth.
 
 Axis letters: T tokens, N heads (query or kv), H head dim, R rotated pairs of a head (2R <= H).
 """
@@ -6,7 +6,7 @@ Axis letters: T tokens, N heads (query or kv), H head dim, R rotated pairs of a 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from model.config import RopeConfig
+from model.config import AttentionGrowth, RopeConfig
 
 
 def rope_angles(config: RopeConfig, positions: Int[Array, " T"]) -> Float[Array, "T 2 R"]:
@@ -14,6 +14,11 @@ def rope_angles(config: RopeConfig, positions: Int[Array, " T"]) -> Float[Array,
     # Angles in f32: bf16 rounds position 257 to 256.
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(config.frequencies, jnp.float32)
     return jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=1) * config.magnitude
+
+
+def growth_of(config: AttentionGrowth, positions: Int[Array, " T"]) -> Float[Array, " T"]:
+    """What every token's queries are multiplied with."""
+    return 1 + config.strength * jnp.log1p(((positions + 1) // config.every).astype(jnp.float32))
 
 
 def apply_rope(config: RopeConfig, x: Float[Array, "T N H"], angles: Float[Array, "T 2 R"]) -> Float[Array, "T N H"]:

@@ -83,7 +83,7 @@ class Transformer(nnx.Module):
         """Runs the layers. Returns the normed hidden states of all tokens, the updated KV pages and, of each layer that
         has experts, how many tokens of each data group chose each of them."""
         x = self._embed(batch.tokens) * self.config.embedding_scale
-        ropes = {layer.rope for stack in self.config.stacks for layer in stack.pattern}
+        ropes = {layer.rope for layer in self.config.layers if layer.rope is not None}
         angles = {rope: rope_angles(rope, batch.positions) for rope in ropes}
         loads = []
         for stack in self.stacks:

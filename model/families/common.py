@@ -10,11 +10,12 @@ from model.families.rope import Parameters, Rotary, reach, resolve
 # Keys of a Hugging Face config that do not change what an inference run computes.
 _NEUTRAL = frozenset(
     """
-    _name_or_path architectures attention_dropout auto_map bos_token_id cache_implementation chunk_size_feed_forward
-    dtype embd_pdrop eos_token_id id2label initializer_range is_encoder_decoder is_llama_config label2id model_type
-    output_attentions output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type resid_pdrop
-    return_dict rope_interleaved router_aux_loss_coef router_jitter_noise tokenizer_class torch_dtype
-    transformers.js_config transformers_version unsloth_fixed unsloth_version use_cache
+    _attn_implementation_autoset _name_or_path architectures attention_dropout auto_map bos_token_id
+    cache_implementation chunk_size_feed_forward dtype embd_pdrop eos_token_id for_llm_compressor id2label
+    initializer_range is_encoder_decoder is_llama_config label2id model_type output_attentions output_hidden_states
+    output_router_logits pad_token_id pretraining_tp problem_type resid_pdrop return_dict rope_interleaved
+    router_aux_loss_coef router_jitter_noise tokenizer_class torch_dtype transformers.js_config transformers_version
+    unsloth_fixed unsloth_version use_cache
     """.split()
 )
 
@@ -38,6 +39,10 @@ class ConfigReader:
         self._taken.add(key)
         value = self._hf.get(key)
         return default if value is None else value
+
+    def has(self, key: str) -> bool:
+        """Whether the config says anything about it, be it null."""
+        return key in self._hf
 
     def take_dict(self, key: str) -> dict[str, Any]:
         value = self.take(key, {})

@@ -6,7 +6,7 @@ from typing import Any
 
 from checkpoints.tensors import ParamSource
 from model.config import ModelConfig
-from model.families import deepseek, gemma, glm, gpt_oss, granite, llama, mistral, mixtral, olmo, phi, qwen
+from model.families import deepseek, gemma, glm, gpt_oss, granite, llama, llama4, mistral, mixtral, olmo, phi, qwen
 from model.families.common import ConfigReader, UnsupportedModel
 from model.families.names import HEAD, LLAMA, Names, Path, sources
 
@@ -24,6 +24,8 @@ class Family:
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(llama.read_config),
+    "llama4_text": Family(llama4.read_text, llama4.names),
+    "llama4": Family(llama4.read_multimodal, llama4.names, "language_model.", llama4.VISION),
     "mistral": Family(mistral.read_config),
     "mixtral": Family(mixtral.read_config, mixtral.names),
     "qwen2": Family(qwen.read_qwen2),

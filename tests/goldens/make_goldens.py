@@ -157,13 +157,19 @@ FAMILIES = {
                                                   norm_topk_prob=True, num_mtp_layers=0, num_key_value_heads=8,
                                                   rope_parameters=YARN_ROPE | dict(mscale=1.0, mscale_all_dim=1.0)),
                     (7, 65)),
+    # Two periods of a dense layer in chunks and one with experts, no RoPE and attention that grows every 4 tokens.
+    "llama4": ("Llama4Text", dict(hidden_size=32, num_key_value_heads=2, head_dim=8, num_hidden_layers=4,
+                                  intermediate_size=16, intermediate_size_mlp=24, num_local_experts=8,
+                                  num_experts_per_tok=1, interleave_moe_layer_step=2, no_rope_layer_interval=2,
+                                  attention_chunk_size=16, floor_scale=4, attn_scale=0.5, rms_norm_eps=1e-5,
+                                  rope_parameters=LLAMA3_ROPE), (7, 33, 70)),
 }
 
 
 # Prompts whose greedy continuation a golden also holds, of the families that came after the engine's own golden.
 GREEDY = dict.fromkeys(("gemma2", "gemma3", "phi3-window", "glm", "glm4", "olmo2", "olmo3", "granite",
                         "qwen3-yarn-rope", "mixtral", "qwen3-moe", "qwen2-moe", "gpt-oss", "deepseek-v2",
-                        "deepseek-v2-lite", "deepseek-v3"),
+                        "deepseek-v2-lite", "deepseek-v3", "llama4"),
                        (5, 20, 40)) | {"phi3-longrope": (34, 40, 60)}  # fmt: skip
 NEW_TOKENS = 16
 
@@ -174,7 +180,7 @@ OLD_STYLE_CONFIG = {"llama3-rope": "rope_type", "llama-linear-rope": "type", "qw
                     "llama-dynamic-rope": "type", "qwen3-yarn-rope": "type", "gemma2": "rope_type",
                     "gemma3": "rope_type", "phi3-longrope": "type", "glm4": "rope_type", "olmo2": "rope_type",
                     "granite": "rope_type", "mixtral": "rope_type", "qwen2-moe": "rope_type",
-                    "deepseek-v2": "type", "deepseek-v3": "type"}  # fmt: skip
+                    "deepseek-v2": "type", "deepseek-v3": "type", "llama4": "rope_type"}  # fmt: skip
 
 
 def rewrite_in_old_style(path: Path) -> None:
@@ -327,6 +333,10 @@ EFFECTS = {
     "deepseek-v3 groups": dict(topk_group=4),
     "deepseek-v3 rope": dict(rope_interleave=False),
     "deepseek-v3 scale": dict(routed_scaling_factor=1.0),
+    "llama4 chunks": dict(layer_types=["full_attention"] * 4),
+    "llama4 without RoPE": dict(no_rope_layers=[1] * 4),
+    "llama4 temperature": dict(attn_temperature_tuning=False),
+    "llama4 norm": dict(use_qk_norm=False),
 }
 
 

@@ -134,6 +134,27 @@ PUBLISHED: dict[str, dict[str, Any]] = {
                           original_max_position_embeddings=4096, type="yarn"),
         rope_theta=10000, routed_scaling_factor=2.5, scoring_func="sigmoid", seq_aux=True, tie_word_embeddings=False,
         topk_group=4, topk_method="noaux_tc", v_head_dim=128, vocab_size=129280),
+    "Llama-4-Scout-17B-16E-Instruct": dict(
+        model_type="llama4", boi_token_index=200080, eoi_token_index=200081, image_token_index=200092,
+        tie_word_embeddings=False, vision_config=dict(model_type="llama4_vision_model"),
+        text_config=dict(
+            _attn_implementation_autoset=True, attention_bias=False, attention_chunk_size=8192, attention_dropout=0.0,
+            attn_scale=0.1, attn_temperature_tuning=True, bos_token_id=200000, eos_token_id=[200001, 200007, 200008],
+            floor_scale=8192, for_llm_compressor=False, head_dim=128, hidden_act="silu", hidden_size=5120,
+            interleave_moe_layer_step=1, intermediate_size=8192, intermediate_size_mlp=16384,
+            max_position_embeddings=10485760, model_type="llama4_text", no_rope_layers=[], num_attention_heads=40,
+            num_experts_per_tok=1, num_hidden_layers=48, num_key_value_heads=8, num_local_experts=16,
+            pad_token_id=200018, rms_norm_eps=1e-5, rope_theta=500000.0, use_qk_norm=True, vocab_size=202048,
+            rope_scaling=dict(factor=16.0, high_freq_factor=1.0, low_freq_factor=1.0,
+                              original_max_position_embeddings=8192, rope_type="llama3"))),
+    "Llama-4-Maverick-17B-128E, its text": dict(
+        model_type="llama4_text", attention_bias=False, attention_chunk_size=8192, attn_scale=0.1,
+        attn_temperature_tuning=4, floor_scale=8192, head_dim=128, hidden_act="silu", hidden_size=5120,
+        interleave_moe_layer_step=2, intermediate_size=8192, intermediate_size_mlp=16384,
+        layer_types=(["chunked_attention"] * 3 + ["full_attention"]) * 12, max_position_embeddings=1048576,
+        moe_layers=list(range(1, 48, 2)), no_rope_layers=[1, 1, 1, 0] * 12, num_attention_heads=40,
+        num_experts_per_tok=1, num_hidden_layers=48, num_key_value_heads=8, num_local_experts=128,
+        rms_norm_eps=1e-5, rope_scaling=None, rope_theta=500000.0, use_qk_norm=False, vocab_size=202048),
     "Qwen2.5 with YaRN": dict(
         model_type="qwen2", hidden_act="silu", hidden_size=3584, intermediate_size=18944, max_position_embeddings=32768,
         max_window_layers=28, num_attention_heads=28, num_hidden_layers=28, num_key_value_heads=4, rms_norm_eps=1e-6,
@@ -143,7 +164,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 def test_every_family_has_a_golden():
-    assert {config["model_type"] for config in CONFIGS.values()} == set(FAMILIES) - {"gemma3"}  # gemma3_text's
+    assert {config["model_type"] for config in CONFIGS.values()} == set(FAMILIES) - {"gemma3", "llama4"}  # their texts
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -219,10 +240,9 @@ def test_depth_does_not_make_the_program_longer():
 
     def size(kinds: str) -> int:
         config = config_of(kinds)
-        model = harness.shapes_of(config)
-        structure, state = nnx.split(model)
+        structure, state = nnx.split(harness.shapes_of(config))
         step = harness.batch([([1, 2], 0)], num_tokens=4, num_rows=4)
-        pages = harness.kv_pages(model)
+        pages = harness.kv_pages(config)
         jaxpr = jax.make_jaxpr(lambda state, pages: nnx.merge(structure, state)(pages, step))(state, pages)
         return str(jaxpr).count("scan[")
 
@@ -238,18 +258,20 @@ def test_every_parameter_has_its_tensor_and_no_tensor_two_parameters():
         assert len(parts) == len(set(parts)), name
 
 
-def test_the_text_of_a_multimodal_checkpoint(tmp_path: Path):
-    """Gemma 3's golden as its larger sizes are published: within a config, under a prefix, beside a vision tower."""
-    golden = GOLDENS / "gemma3"
+@pytest.mark.parametrize("name", ["gemma3", "llama4"])
+def test_the_text_of_a_multimodal_checkpoint(name: str, tmp_path: Path):
+    """A golden as the family is published: within a config, under a prefix, beside a vision tower."""
+    golden = GOLDENS / name
     tensors = {f"language_model.{name}": value for name, value in load_file(golden / "model.safetensors").items()}
-    tensors["vision_tower.vision_model.post_layernorm.weight"] = np.ones(4, np.float32)
-    tensors["multi_modal_projector.mm_soft_emb_norm.weight"] = np.ones(4, np.float32)
+    for tensor in {"gemma3": ("vision_tower.vision_model.post_layernorm", "multi_modal_projector.mm_soft_emb_norm"),
+                   "llama4": ("vision_model.layernorm_post", "multi_modal_projector.linear_1")}[name]:  # fmt: skip
+        tensors[f"{tensor}.weight"] = np.ones(4, np.float32)
     save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": CONFIGS["gemma3"]}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name, "text_config": CONFIGS[name]}))
     model, want = harness.load(tmp_path), harness.load(golden)
     for ours, other in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(want)), strict=True):
         np.testing.assert_array_equal(ours, other)
-    assert replace(model.config, family="gemma3_text") == want.config
+    assert replace(model.config, family=f"{name}_text") == want.config
 
 
 def test_deepseeks_predictor_is_left_unread_and_nothing_else():
@@ -277,6 +299,40 @@ def test_what_the_mixtures_mean():
     assert all(layer.moe and layer.moe.routing.groups == 1 for layer in lite.layers[1:])
 
 
+def test_what_llama_4_means():
+    scout, maverick = (read_config(hf) for name, hf in PUBLISHED.items() if name.startswith("Llama-4"))
+    for config in (scout, maverick):
+        assert [layer.chunk for layer in config.layers] == [8192, 8192, 8192, None] * 12
+        assert [layer.rope is None for layer in config.layers] == [layer.growth is not None for layer in config.layers]
+        assert [layer.rope is None for layer in config.layers] == [False, False, False, True] * 12
+        assert (config.intermediate_size, config.stacks[0].periods) == (16384, 12)
+    moe = scout.layers[0].moe
+    assert moe is not None and (moe.width, moe.shared_width, moe.routing.applied_to) == (8192, 8192, "input")
+    assert [layer.moe is not None for layer in maverick.layers] == [False, True] * 24
+    assert (scout.qk_norm, maverick.qk_norm) == ("rotated", None)
+    assert (scout.eos_ids, scout.max_position) == ((200001, 200007, 200008), 10485760)
+    # Slower than a turn in 8192 positions, a 16th; there is nothing between.
+    assert scout.layers[0].rope and maverick.layers[0].rope
+    ratio = np.divide(scout.layers[0].rope.frequencies, maverick.layers[0].rope.frequencies)
+    assert {*np.round(16 * ratio)} == {1, 16}
+    text = PUBLISHED["Llama-4-Scout-17B-16E-Instruct"]["text_config"]
+    without = read_config(text | {"attention_chunk_size": None})
+    assert not any(layer.chunk for layer in without.layers)
+    assert read_config({k: v for k, v in text.items() if k != "attention_chunk_size"}) == read_config(text)
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"no_rope_layers": [1, 0]}, "no_rope_layers=.1, 0. must be 4 times 0 or 1"),
+    ({"layer_types": ["sliding_attention"] * 4}, "must be 4 times chunked_attention or full_attention"),
+    ({"layer_types": ["chunked_attention"] * 4, "attention_chunk_size": None}, "there is no attention_chunk_size"),
+    ({"attention_chunk_size": 0}, "chunk=0 must be at least 1"),
+    ({"floor_scale": 0}, "every=0 tokens must be at least 1"),
+])  # fmt: skip
+def test_llama_4s_that_are_refused(change: dict, message: str):
+    with pytest.raises(UnsupportedModel, match=message):
+        read_config(CONFIGS["llama4"] | change)
+
+
 def test_latent_pages_are_what_the_papers_say():
     """576 numbers a token and layer: 1,152 bytes, one 71st of DeepSeek-V3's keys and values."""
     config = read_config(PUBLISHED["DeepSeek-V3 in bfloat16"])
@@ -287,7 +343,7 @@ def test_latent_pages_are_what_the_papers_say():
     assert rules.spec(layout.axes, layout.shape) == jax.sharding.PartitionSpec(None, None, None, None)
     assert "latent KV pages" in rules.replicated
     assert kernels.attention.spec.num_heads == 16 and kernels.experts is not None
-    assert kernels.experts.matmuls.spec.num_experts == 32
+    assert kernels.experts.spec.num_experts == 32
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="the GPU kernel needs jax 0.12 or newer")

@@ -14,7 +14,7 @@ from checkpoints.load import load_params
 from checkpoints.open import open_checkpoint
 from model.build import model_rules
 from model.config import MLP, ClampedSwiGLU, ModelConfig, MoESpec, Routing
-from model.dispatch import BySize, ExchangeRows, GatherTokens
+from model.dispatch import BySize, Choices, ExchangeRows, GatherTokens, WeightedInputs
 from model.expert_options import ExpertOptions, ExpertsError, choose_experts, exchange_from
 from model.families.registry import param_sources, read_config
 from model.layers import gated
@@ -154,6 +154,18 @@ def test_layer_equals_every_expert_computed(way: str):
         np.testing.assert_allclose(got[group, :count], want[group, :count], atol=LOGITS_FLOAT32, rtol=0)
         assert load[group, 0].tolist() == np.bincount(chosen[group, :count].reshape(-1), minlength=8).tolist()
         assert load[group, 0, 5] == 0
+
+
+def test_weights_of_inputs_by_hand():
+    """Of two experts one squares and one triples; half of 2 squared is not half of the square of 2."""
+
+    def apply(rows, sizes, first):
+        return jnp.where(jnp.arange(len(rows))[:, None] < sizes[0], rows**2, 3 * rows)
+
+    x, places = jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([[0, 1], [1, 0]])
+    way = WeightedInputs(way=GatherTokens(axes=(), num_places=2, held=2))
+    got = way(Choices(x, places, jnp.array([[0.5, 0.25], [1.0, 2.0]])), (), apply)
+    np.testing.assert_allclose(got, [[0.25 + 0.75, 1 + 1.5], [9 + 36, 12 + 64]], rtol=1e-6)
 
 
 def test_the_way_follows_from_bytes_and_size():

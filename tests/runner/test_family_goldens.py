@@ -13,7 +13,8 @@ GOLDENS = Path(__file__).parents[1] / "goldens"
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 SIZES = dict(max_num_seqs=2, max_num_batched_tokens=16, num_pages=40, block_size=8, dtype="float32")
 FAMILIES = sorted(p.parent.name for p in GOLDENS.glob("*/golden.npz") if "greedy_0" in np.load(p).files)
-WITH_EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v2-lite", "deepseek-v3")
+WITH_EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v2-lite", "deepseek-v3",
+                "llama4")
 
 
 @pytest.fixture(scope="module")
