@@ -83,7 +83,7 @@ def ragged_paged(shape: AttentionShape, rows: Rows, backend_name: str, devices: 
     metadata, num_pages = paged_metadata(rows, page_size)
     page_bytes = backend.layout(LAYERS, 1, shape.num_kv_heads).page_bytes
     layout = backend.layout(LAYERS, max(num_pages, pool_bytes // page_bytes), shape.num_kv_heads)
-    static = {"scale": shape.head_dim**-0.5, "window": shape.window, "soft_cap": shape.soft_cap}
+    static = {"scale": shape.head_dim**-0.5, "window": shape.window, "chunk": shape.chunk, "soft_cap": shape.soft_cap}
 
     def inputs() -> tuple:
         tokens = rows.num_tokens

@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """Heads of one device. layers: of the whole model. window: in tokens; soft_cap, sinks: as in the contract."""
+    """Heads of one device. layers: of the whole model. window, chunk: tokens; soft_cap, sinks: as in the contract."""
 
     name: str
     num_heads: int
@@ -14,6 +14,7 @@ class AttentionShape:
     head_dim: int
     layers: int
     window: int | None = None
+    chunk: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
     kv_dtype: str = "bfloat16"
@@ -35,6 +36,7 @@ ATTENTION = {
                        soft_cap=50.0),
         AttentionShape(name="gpt-oss-20b", num_heads=64, num_kv_heads=8, head_dim=64, layers=24, window=128,
                        sinks=True),
+        AttentionShape(name="llama4-scout/8", num_heads=5, num_kv_heads=1, head_dim=128, layers=48, chunk=8192),
     )
 }
 
