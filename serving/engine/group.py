@@ -24,6 +24,7 @@ class Group:
         self.share = GroupBuilder(0, config.page_size)
         self.short_of_pages = False  # a sequence could not grow in this step
         self.num_outstanding = 0  # tokens that this step and later ones have to compute before any of a newcomer
+        self.num_expected = 0  # sequences that wait in order to run here
         self._config = config
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._dirty_slots: set[int] = set()  # their sampling state is not the neutral one
@@ -37,7 +38,7 @@ class Group:
         """Begins a step: every decoding sequence gets its token, prompts in progress share what remains. Returns the
         sequences that were preempted, which wait now."""
         self.share = GroupBuilder(self._config.max_num_batched_tokens, self._config.page_size)
-        self.short_of_pages = False
+        self.short_of_pages, self.num_expected = False, 0
         prefills, preempted = self._plan_decodes()
         self.num_outstanding = self.share.num_rows
         for seq in prefills:

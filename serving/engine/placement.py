@@ -3,7 +3,7 @@
 Every group is priced in tokens, and the cheapest one with room takes the request:
 
       tokens that are to be computed there before its own (in this step, and what the prompts in progress have left)
-    + ROW_TOKENS x sequences that run there (each goes on, a token a step, for who knows how long)
+    + ROW_TOKENS x sequences that run there, or wait to (each goes on, a token a step, for who knows how long)
     + 2 x its own tokens that would be computed there (they delay it, and everybody after it)
 
 Its own tokens are fewer where the prefix cache has some, or where a leader is computing them (`shared_prefixes.py`). So
@@ -65,5 +65,5 @@ def _place(seq: Sequence, group: Group, leaders: Leaders) -> Place:
             leader, num_gained = leaders.find(seq, match)
             num_own -= num_gained * group.kv.page_size
             leader_pages = len(match.pages) + num_gained
-    tokens = group.num_outstanding + ROW_TOKENS * len(group.running) + 2 * num_own
+    tokens = group.num_outstanding + ROW_TOKENS * (len(group.running) + group.num_expected) + 2 * num_own
     return Place(group, match, num_own, leader, leader_pages, (tokens, -group.kv.pool.num_free, group.index))

@@ -24,7 +24,7 @@ from serving.engine.policies import POLICIES
 from serving.engine.sampling_state import sampling_state
 from serving.engine.scheduler_config import SchedulerConfig
 from serving.engine.sequence import Sequence, by_rank
-from serving.engine.shared_prefixes import Leaders, follows_leader
+from serving.engine.shared_prefixes import Leaders, leader_of
 from serving.engine.step import Step
 from serving.errors import InvalidRequest, Overloaded
 from serving.request import EngineRequest, EngineStats, FinishReason, GroupStats, Logprobs, TokenEvent
@@ -162,26 +162,29 @@ class Scheduler:
         for seq in self._waiting[: 2 * self.config.max_num_seqs * len(self.groups)]:
             if num_passed > MAX_PASSED or not any(group.share.budget for group in open_groups):
                 break
-            if seq.num_pending or follows_leader(seq):  # one that was preempted just now has tokens under way
+            if seq.num_pending:  # it was preempted just now: a token of it is still under way
+                continue
+            if (leader := leader_of(seq)) is not None and leader.group is not None:
+                leader.group.num_expected += 1
                 continue
             places = find_places(seq, open_groups, leaders)
             place = choose(places, self.config.max_num_batched_tokens)
             if place is None:
-                if seq.group not in open_groups:
-                    seq.group = places[0].group
-                open_groups.remove(seq.group)
+                seq.group = seq.group or places[0].group
+                open_groups = [group for group in open_groups if group is not seq.group]
                 num_passed += 1
             elif place.leader is not None:
                 seq.leader, seq.leader_pages = place.leader, place.leader_pages
+                place.group.num_expected += 1
             elif not place.group.share.budget:
+                place.group.num_expected += 1
                 num_passed += 1
             else:
                 place.group.admit(seq, place.match)
                 self._count_admitted(seq)
                 leaders.add(seq)
                 num_admitted += 1
-                if not place.group.is_open:
-                    open_groups.remove(place.group)
+                open_groups = [group for group in open_groups if group.is_open]
         if num_admitted:
             self._waiting = [seq for seq in self._waiting if seq.slot < 0]
 

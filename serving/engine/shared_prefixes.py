@@ -46,10 +46,9 @@ class Leaders:
         return seq.tokens[index * self._page_size : (index + 1) * self._page_size].tobytes()
 
 
-def follows_leader(seq: Sequence) -> bool:
-    """Whether `seq` has a leader that has yet to publish what they share."""
+def leader_of(seq: Sequence) -> Sequence | None:
+    """The leader that has yet to publish what `seq` waits for."""
     leader = seq.leader
-    if leader is not None and leader.slot >= 0 and leader.table.num_shared < seq.leader_pages:
-        return True
-    seq.leader = None
-    return False
+    if leader is None or leader.slot < 0 or leader.table.num_shared >= seq.leader_pages:
+        seq.leader = None
+    return seq.leader
