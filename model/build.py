@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from model import pipeline
 from model.config import ModelConfig
 from model.expert_options import DEFAULT, ExpertOptions, choose_experts, expert_rules
 from model.experts import ExpertsBackend
@@ -18,20 +19,23 @@ from sharding.rules import AxisRules, axis_rules
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """num_kv_heads: of all devices, with copies. experts: None where no layer has any."""
+    """num_kv_heads, num_kv_layers: of all devices, with copies. experts: None where no layer has any."""
 
     attention: attention.Backend | latent_attention.LatentBackend
     num_kv_heads: int
+    num_kv_layers: int
     experts: ExpertsBackend | None
 
     def kv_layout(self, config: ModelConfig, num_pages: int) -> KVLayout | LatentLayout:
         """Of what this kind of attention keeps of each token."""
         if isinstance(self.attention, latent_attention.LatentBackend):
-            return self.attention.layout(config.num_layers, num_pages)
-        return self.attention.layout(config.num_layers, num_pages, self.num_kv_heads)
+            return self.attention.layout(self.num_kv_layers, num_pages)
+        return self.attention.layout(self.num_kv_layers, num_pages, self.num_kv_heads)
 
 
 def model_rules(config: ModelConfig, mesh: jax.sharding.Mesh, options: ExpertOptions = DEFAULT) -> AxisRules:
+    """Raises ValueError where the model cannot be divided as the mesh wants."""
+    pipeline.check(config, mesh)
     rules = expert_rules(axis_rules(mesh, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads), options)
     if config.latent is not None and (tensor := mesh.shape["tensor"]) > 1:
         rules.replicated["latent KV pages"] = f"all heads attend to one row a token: each of tensor={tensor} holds it"
@@ -61,7 +65,8 @@ def choose_kernels(config: ModelConfig, rules: AxisRules, dtype: jnp.dtype, *, a
         raise ValueError(f"attention backend 'mosaic_gpu': jax simulates a GPU kernel on one device, the mesh has "
                          f"{rules.mesh.size}")  # fmt: skip
     experts = choose_experts(config, rules, options, dtype)
-    return Kernels(attention=chosen, num_kv_heads=num_kv_heads, experts=experts)
+    return Kernels(attention=chosen, num_kv_heads=num_kv_heads,
+                   num_kv_layers=pipeline.num_kv_layers(config, rules), experts=experts)  # fmt: skip
 
 
 def model_shapes(config: ModelConfig, rules: AxisRules, kernels: Kernels, dtype: jnp.dtype) -> Transformer:

@@ -8,7 +8,7 @@ Axis letters: T tokens, S rows, D model dim, V vocab, L periods of a stack, Lm l
 groups.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from model import pipeline
 from model.batch import StepBatch
 from model.config import LayerSpec, ModelConfig, StackSpec
 from model.decoder import AnyAttentionFn, DecoderLayer
@@ -31,22 +32,39 @@ Path = tuple[str, ...]
 class LayerStack(nnx.Module):
     """A repeated pattern of layers; those at one place of the pattern have stacked parameters."""
 
-    def __init__(self, config: ModelConfig, spec: StackSpec, rules: AxisRules, attention: AnyAttentionFn,
-                 experts: ExpertsBackend | None, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+    def __init__(self, config: ModelConfig, spec: StackSpec, held: StackSpec, rules: AxisRules,
+                 attention: AnyAttentionFn, experts: ExpertsBackend | None, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        """spec: of the model; held: what a stage of the pipeline, if there is one, has of it."""
+        of_layers = rules.within(pipeline.AXIS) if pipeline.num_stages(rules) > 1 else rules
+
         def make(layer: LayerSpec) -> DecoderLayer:
             @nnx.split_rngs(splits=spec.periods)
             @nnx.vmap
             def stacked(rngs: nnx.Rngs) -> DecoderLayer:
-                return DecoderLayer(config, layer, rules, attention, experts, rngs=rngs, dtype=dtype)
+                return DecoderLayer(config, layer, of_layers, attention, experts, rngs=rngs, dtype=dtype)
 
             return stacked(rngs)
 
-        self.spec = spec
+        self.spec, self.held, self.rules = spec, held, rules
         self.layers = nnx.List([make(layer) for layer in spec.pattern])
 
-    def __call__(self, x: Float[Array, "T D"], angles: Angles, kv_pages: jax.Array, batch: StepBatch):
+    def __call__(self, x: Float[Array, "T D"], angles: Angles, kv_pages: jax.Array, batch: StepBatch
+                 ) -> tuple[Float[Array, "T D"], jax.Array, Int[Array, "Lm G E"] | None]:  # fmt: skip
+        if pipeline.num_stages(self.rules) == 1:
+            return self._run(self.layers, x, angles, kv_pages, batch)
+        structure, params = nnx.split(self.layers)
+
+        def run(params: nnx.State, x: jax.Array, of_ropes: Sequence[jax.Array], kv_pages: jax.Array, batch: StepBatch):
+            of_rope = dict(zip(angles, of_ropes, strict=True))
+            return self._run(nnx.merge(structure, params), x, of_rope, kv_pages, batch)
+
+        return pipeline.run_stages(run, params, self.spec.periods, self.rules, x, list(angles.values()), kv_pages,
+                                   batch)  # fmt: skip
+
+    def _run(self, layers: nnx.List, x: jax.Array, angles: Angles, kv_pages: jax.Array, batch: StepBatch):
+        """The layers of one stage."""
         # A kernel takes no slice: what scan slices for it is copied. So experts' matrices, most of a model, stay whole.
-        structure, whole, stacked = nnx.split(self.layers, is_expert_matrix, ...)
+        structure, whole, stacked = nnx.split(layers, is_expert_matrix, ...)
 
         def body(carry, inputs):
             period, first, params = inputs
@@ -57,8 +75,8 @@ class LayerStack(nnx.Module):
                 loads += [] if load is None else [load]
             return (x, kv_pages), loads
 
-        firsts = jnp.asarray(self.spec.layers_at(0), jnp.int32)
-        periods = jnp.arange(self.spec.periods, dtype=jnp.int32)
+        firsts = jnp.asarray(self.held.layers_at(0), jnp.int32)
+        periods = jnp.arange(self.held.periods, dtype=jnp.int32)
         (x, kv_pages), loads = lax.scan(body, (x, kv_pages), (periods, firsts, stacked))
         load = jnp.stack(loads, 1).reshape(-1, *loads[0].shape[1:]) if loads else None  # layer after layer
         return x, kv_pages, load
@@ -73,7 +91,8 @@ class Transformer(nnx.Module):
         self.config, self.rules = config, rules
         self.embedding = param((V, D), ("vocab", "embed"), rngs=rngs, dtype=dtype)
         self.stacks = nnx.List([
-            LayerStack(config, s, rules, attention, experts, rngs=rngs, dtype=dtype) for s in config.stacks
+            LayerStack(config, spec, held, rules, attention, experts, rngs=rngs, dtype=dtype)
+            for spec, held in zip(config.stacks, pipeline.stacks_of_stage(config, rules), strict=True)
         ])
         self.norm = RMSNorm((D,), ("embed",), config, rngs=rngs, dtype=dtype)
         self.head = None if config.tie_embeddings else param((V, D), ("vocab", "embed"), rngs=rngs, dtype=dtype)

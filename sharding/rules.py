@@ -6,7 +6,7 @@ can say at start what is replicated.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ DEFAULT_RULES: Mapping[str, MeshAxes] = {
     "expert_mlp": (),  # whole: an expert is on one device
     "embed": (),
     "head_dim": (),
-    "layers": (),
+    "layers": ("pipeline",),
     "latent": (),
     # Of what stays on the devices.
     "slots": ("data",),
@@ -46,15 +46,21 @@ _STEP_AXES = ("tokens", "rows", "groups")  # what they cannot divide simply stay
 class AxisRules:
     """A mesh and its rules. `replicated` collects, as axis -> reason, what could not be sharded as the rules say.
 
-    copies: axes of which the devices hold more than a checkpoint does, each so many times (see `sharding.copies`)."""
+    copies: axes of which the devices hold more than a checkpoint does, each so many times (see `sharding.copies`).
+    around: mesh axes of a `shard_map` around whatever uses these rules: its arrays are shards of those already."""
 
     mesh: jax.sharding.Mesh
     rules: Mapping[str, MeshAxes]
     copies: Mapping[str, int] = field(default_factory=dict)
     replicated: dict[str, str] = field(default_factory=dict, compare=False)
+    around: MeshAxes = ()
 
     def __hash__(self) -> int:
-        return hash((self.mesh, tuple(sorted(self.rules.items())), tuple(sorted(self.copies.items()))))
+        return hash((self.mesh, tuple(sorted(self.rules.items())), tuple(sorted(self.copies.items())), self.around))
+
+    def within(self, *mesh_axes: str) -> "AxisRules":
+        """The same rules inside a `shard_map` over these mesh axes only."""
+        return replace(self, around=mesh_axes)
 
     @property
     def num_groups(self) -> int:
@@ -103,7 +109,8 @@ class AxisRules:
             return ()
         if axis not in self.rules:
             raise KeyError(f"unknown logical axis {axis!r}; known: {', '.join(sorted(self.rules))}")
-        over = tuple(mesh_axis for mesh_axis in self.rules[axis] if self.mesh.shape[mesh_axis] > 1)
+        divided = (mesh_axis for mesh_axis in self.rules[axis] if mesh_axis not in self.around)
+        over = tuple(mesh_axis for mesh_axis in divided if self.mesh.shape[mesh_axis] > 1)
         if size % math.prod(self.mesh.shape[mesh_axis] for mesh_axis in over):
             if axis not in _STEP_AXES:
                 sizes = " x ".join(f"{mesh_axis}={self.mesh.shape[mesh_axis]}" for mesh_axis in over)
@@ -120,7 +127,8 @@ class AxisRules:
         """Tells the compiler how `x` is laid out here."""
         if self.mesh.size == 1:
             return x
-        return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
+        spec = self.spec(axes, x.shape)  # inside a shard_map: of the mesh that it surrounds everything with
+        return jax.lax.with_sharding_constraint(x, spec if self.around else NamedSharding(self.mesh, spec))
 
     def map_over_shards(self, f: Callable, args: Sequence[Any], in_axes: Sequence[Axes], out_axes: Sequence[Axes],
                         out_shapes: Sequence[Sequence[int]]) -> tuple[Any, ...]:
@@ -132,7 +140,9 @@ class AxisRules:
             return f(*args)
         in_specs = tuple(self._spec_of_tree(axes, arg) for axes, arg in zip(in_axes, args, strict=True))
         out_specs = tuple(self.spec(axes, shape) for axes, shape in zip(out_axes, out_shapes, strict=True))
-        return jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*args)
+        mesh, over = None if self.around else self.mesh, set(self.mesh.axis_names) - set(self.around)
+        return jax.shard_map(f, mesh=mesh, axis_names=over, in_specs=in_specs, out_specs=out_specs,
+                             check_vma=False)(*args)  # fmt: skip
 
     def _spec_of_tree(self, axes: Axes, tree: Any) -> PartitionSpec:
         leaves = jax.tree.leaves(tree)
