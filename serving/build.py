@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from msgspec import to_builtins
 
 from checkpoints.default_model import default_model_path
 from checkpoints.errors import CheckpointError
@@ -25,6 +26,12 @@ from model.families.registry import may_be_left_over, param_sources, read_config
 from model.transformer import Path as ParamPath
 from model.transformer import Transformer, param_axes, param_dtypes, with_params
 from serving.config import EngineConfig
+from serving.distributed.fingerprint import fingerprint
+from serving.distributed.hosts import Alone, Hosts
+from serving.distributed.join import join_hosts
+from serving.distributed.leading import LeaderHosts
+from serving.distributed.runner import LeadingRunner
+from serving.engine.plan import Runner
 from serving.errors import ConfigError
 from serving.report import start_report
 from serving.request import EngineInfo
@@ -70,15 +77,16 @@ def _open(config: EngineConfig, progress: bool) -> Iterator[Checkpoint]:
 def load_model(config: EngineConfig, *, progress: bool = False) -> LoadedModel:
     """Weights on the mesh. Raises ConfigError."""
     with _open(config, progress) as checkpoint:
-        return _load(checkpoint, read_config(checkpoint.config, config.max_model_len), config, progress)
+        return _load(checkpoint, read_config(checkpoint.config, config.max_model_len), config, Alone(), progress)
 
 
 def _load(
-    checkpoint: Checkpoint, config: ModelConfig, engine: EngineConfig, progress: bool
+    checkpoint: Checkpoint, config: ModelConfig, engine: EngineConfig, hosts: Hosts, progress: bool
 ) -> LoadedModel:
     mesh = make_mesh(parse_mesh(engine.mesh))
+    _check_hosts(mesh, hosts)
     rules = model_rules(config, mesh)
-    dtype = jnp.dtype(choose_dtype() if engine.dtype == "auto" else engine.dtype)
+    dtype = jnp.dtype(hosts.as_leader("dtype", choose_dtype()) if engine.dtype == "auto" else engine.dtype)
     kernels = _kernels(config, engine, rules, dtype)
     model = model_shapes(config, rules, kernels, dtype)
     axes, dtypes = param_axes(model), param_dtypes(model)
@@ -92,6 +100,16 @@ def _load(
                              ignore=may_be_left_over(config), progress=progress)
     params = {path: with_copies(rules, names, shape, params[path]) for path, (shape, names) in axes.items()}
     return LoadedModel(with_params(model, params), checkpoint.config, params, dtype, kernels)
+
+
+def _check_hosts(mesh: jax.sharding.Mesh, hosts: Hosts) -> None:
+    used = {device.process_index for device in mesh.devices.flat}
+    idle = [hosts.plan.name(rank) for rank in range(hosts.plan.count) if rank not in used]
+    if idle:
+        raise ConfigError(
+            f"--mesh uses {mesh.size} of {jax.device_count()} devices and none of {', '.join(idle)}; use "
+            f"--mesh {jax.device_count()}x1 or another of as many devices, or fewer hosts"
+        )
 
 
 def _kernels(config: ModelConfig, engine: EngineConfig, rules: AxisRules, dtype: jnp.dtype) -> Kernels:
@@ -118,15 +136,57 @@ def choose_dtype() -> str:
     return "bfloat16" if best["bfloat16"] < best["float32"] else "float32"
 
 
-def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[ModelRunner, EngineInfo, tuple[int, ...]]:
+@dataclass(frozen=True)
+class Built:
+    runner: ModelRunner  # of this host
+    hosts: Hosts
+    info: EngineInfo
+    eos_ids: tuple[int, ...]
+
+
+def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[Runner, EngineInfo, tuple[int, ...]]:
     """The runner, what to tell front ends, and the ids that end a generation."""
+    built = build(config, progress=progress)
+    runner = LeadingRunner(built.runner, built.hosts) if isinstance(built.hosts, LeaderHosts) else built.runner
+    return runner, built.info, built.eos_ids
+
+
+def build(config: EngineConfig, *, progress: bool = True) -> Built:
+    """The same on every host. Raises ConfigError on all for what is wrong with one."""
     use_persistent_cache(config.compilation_cache_dir)
+    hosts = _join(config, progress)
+    try:
+        built = _build(config, hosts, progress)
+        hosts.check_same("what was built", _identity(built))
+    except Exception as error:  # of any kind: the other hosts wait
+        hosts.fail(str(error))
+        raise
+    return built
+
+
+def _join(config: EngineConfig, progress: bool) -> Hosts:
+    if config.hosts is None:
+        return Alone()
+    with _open(config, progress) as checkpoint:
+        entries = fingerprint(config, checkpoint.config, checkpoint.source)
+    return join_hosts(config.hosts, entries)
+
+
+def _identity(built: Built) -> dict[str, str]:
+    """What steps depend on, beyond the fingerprint of flags, versions and checkpoint."""
+    entries = {name: str(value) for name, value in to_builtins(built.info).items()}
+    device = jax.local_devices()[0].device_kind
+    return {**entries, "step shapes": str(built.runner.shapes), "devices": f"{jax.device_count()} x {device}"}
+
+
+def _build(config: EngineConfig, hosts: Hosts, progress: bool) -> Built:
     with _open(config, progress) as checkpoint:
         # What is quick comes first, so that a mistake shows before the weights are read.
         model = read_config(checkpoint.config, config.max_model_len)
-        runner_config = _runner_config(config, model, progress)
-        tokenizer = load_tokenizer(config.tokenizer or str(checkpoint.path))
-        loaded = _load(checkpoint, model, config, progress)
+        runner_config = _runner_config(config, model, hosts, progress)
+        # Followers meet no text; where a generation ends is host 0's to see.
+        tokenizer = None if config.is_follower else load_tokenizer(config.tokenizer or str(checkpoint.path))
+        loaded = _load(checkpoint, model, config, hosts, progress)
     runner = ModelRunner(loaded.model, runner_config, loaded.kernels)
     info = EngineInfo(
         max_model_len=runner.max_model_len,
@@ -146,9 +206,9 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[ModelRun
     if progress:
         report = start_report(runner, loaded.model, loaded.params, loaded.kernels, info)
         print("\n".join(report), file=sys.stderr, flush=True)
-    eos_ids = dict.fromkeys((*model.eos_ids, *tokenizer.eos_ids))
+    eos_ids = dict.fromkeys((*model.eos_ids, *(tokenizer.eos_ids if tokenizer else ())))
     eos_ids = tuple(token_id for token_id in eos_ids if 0 <= token_id < model.vocab_size)  # no other can be made
-    return runner, info, eos_ids
+    return Built(runner, hosts, info, eos_ids)
 
 
 def _page_size(config: EngineConfig) -> int:
@@ -156,7 +216,7 @@ def _page_size(config: EngineConfig) -> int:
     return config.block_size or {"gpu": 64, "tpu": 128}.get(jax.default_backend(), 16)
 
 
-def _runner_config(config: EngineConfig, model: ModelConfig, progress: bool) -> RunnerConfig:
+def _runner_config(config: EngineConfig, model: ModelConfig, hosts: Hosts, progress: bool) -> RunnerConfig:
     on_cpu = jax.default_backend() == "cpu"
     max_model_len = config.max_model_len or model.max_position
     if max_model_len > model.max_position:
@@ -176,5 +236,6 @@ def _runner_config(config: EngineConfig, model: ModelConfig, progress: bool) -> 
         page_size=_page_size(config),
         num_pages=config.num_pages,
         memory_share=config.gpu_memory_utilization,
+        least_of_hosts=hosts.least,
         progress=progress,
     )

@@ -36,9 +36,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "serving.api": (*CONTRACTS, *ENGINE_CLIENT_SIDE, "serving.tokenizer.*", "serving.validation", "serving.metrics"),
     "serving.distributed": (*CONTRACTS, "serving.engine.plan", "checkpoints.tensors"),
     "serving.distributed.join": (*CONTRACTS, "serving.distributed.*"),
+    "serving.distributed.steps": (*CONTRACTS, "serving.distributed.*", "serving.engine.plan", "serving.runner.*"),
+    "serving.distributed.runner": (*CONTRACTS, "serving.distributed.*", "serving.engine.plan", "serving.runner.*"),
     "serving.distributed.follower": ("serving.*",),
     "serving.flags": (*CONTRACTS, "serving.distributed.plan"),
     "serving.build": ("serving.*", "model.*", "pallas_kernels.*.api", "quant.*", "sharding.*", "checkpoints.*"),
+    "serving.report": ("serving.*", "model.*", "pallas_kernels.*.api", "quant.*", "sharding.*"),
     "serving.llm": ("serving.*", "checkpoints.default_model"),
     "serve": ("serving.*", "checkpoints.default_model", "checkpoints.errors"),  # and no jax: that is the core's
 }

@@ -60,7 +60,8 @@ class Hosts(ABC):
 
     def wait(self, work: Future[T]) -> T:
         """The result of `work`. Raises EngineDead if another host is gone first, or is why `work` fails."""
-        wait((work, self.over), return_when=FIRST_COMPLETED)
+        either: set[Future[Any]] = {work, self.over}
+        wait(either, return_when=FIRST_COMPLETED)
         if work.done():
             error = work.exception()
             if error is None:

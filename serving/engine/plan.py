@@ -118,3 +118,7 @@ class Runner(Protocol):
     def stats(self) -> dict[str, float]:
         """Counters: compile_misses, pack_seconds, dispatch_seconds, padding_tokens."""
         ...
+
+    def close(self, reason: str = "") -> None:
+        """Nothing follows. Lets other hosts go, where there are any; `reason`: why, if not by intention."""
+        ...

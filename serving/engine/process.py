@@ -111,20 +111,29 @@ def main() -> None:
             runner, info, eos_token_ids = _find(build)(config)
         except PageloomError as error:
             pipe.write(msgspec.msgpack.encode(StartFailed(str(error))))
-            sys.exit(2)
+            pipe.flush()
+            os._exit(2)  # jax.distributed's own end would wait for other hosts, and then complain
+        except Exception:  # of any kind
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
         port = SocketPort(address)
         pipe.write(msgspec.msgpack.encode(Ready(info)))
     scheduler = Scheduler(SchedulerConfig.of(runner, eos_token_ids, config))
     core = EngineCore(runner, scheduler, info, port, check_integrity=config.check_integrity)
     gc.collect()
     gc.freeze()  # what start-up made stays; a collection need not walk it between two steps
-    code = 0
+    code, reason = 0, ""
     try:
         core.run()
-    except Exception:  # of any kind, and final; what is left of the device must not keep the process from ending
-        traceback.print_exc()
+    except EngineDead as error:  # it says all there is to say
+        print(f"pageloom: {error}", file=sys.stderr)
         code = 1
+    except Exception as error:  # of any kind, and final; what is left of the device must not keep us from ending
+        traceback.print_exc()
+        code, reason = 1, f"the engine of host 0 failed: {error!r}"
     port.close()
+    runner.close(reason)
     _remove_folder(address)
     sys.stderr.flush()
     os._exit(code)

@@ -4,6 +4,7 @@ Axis letters: G data groups; T tokens, S rows of a group; M pages of the longest
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from jaxtyping import Array, Bool, Int
 
 from model.batch import StepBatch
 from model.sampling import SamplingFlags, SamplingRows
-from serving.engine.plan import GroupPlan, RowPlan, StepPlan
+from serving.engine.plan import GroupPlan, RowPlan, SlotUpdate, StepPlan
 from serving.request import SamplingParams
 from serving.runner.shapes import StepShape
 
@@ -66,6 +67,15 @@ def pack_params(sampling: SamplingParams) -> np.ndarray:
 
 def is_penalized(sampling: SamplingParams) -> bool:
     return bool(sampling.frequency_penalty or sampling.presence_penalty or sampling.repetition_penalty != 1.0)
+
+
+@dataclass(frozen=True)
+class PackedStep:
+    """All that a host needs to run a step."""
+
+    shape: StepShape
+    packed: Int[np.ndarray, "G size"]
+    updates: Sequence[tuple[int, SlotUpdate]]  # and the data group of each
 
 
 class Packer:

@@ -5,6 +5,7 @@ host-to-device copy, one call, and one small copy back.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,7 +23,7 @@ from serving.errors import ConfigError
 from serving.request import Logprobs
 from serving.runner.compiler import CompileCounter, compile_all, compile_step
 from serving.runner.memory import MemoryPlan, bytes_per_device, device_memory, memory_share
-from serving.runner.packing import Packer, packed_size
+from serving.runner.packing import PackedStep, Packer, packed_size
 from serving.runner.shapes import StepShape, pick_shape, step_shapes
 from serving.runner.step import (
     DeviceState,
@@ -44,6 +45,7 @@ class RunnerConfig:
     page_size: int
     num_pages: int | None  # None: what fits
     memory_share: float | None
+    least_of_hosts: Callable[[str, int], int] = lambda name, mine: mine  # of the values that all hosts have
     progress: bool = False
 
 
@@ -86,6 +88,7 @@ class ModelRunner:
             progress=config.progress,
         )
         self._set_bias, self._set_counts = self._compile_updates(shapes)
+        self._config.least_of_hosts("what is compiled", len(self._steps))  # none waits long for another's first step
         self._state = self._initial_state(shapes)
         self._compiles = CompileCounter()
         self._warm_up()
@@ -118,7 +121,7 @@ class ModelRunner:
 
     def _fit_pages(self) -> int:
         """Compiles the largest step with a tiny pool: its temporaries do not depend on the pool's size."""
-        device = self._rules.mesh.devices.flat[0]
+        device = self._rules.mesh.local_devices[0]
         small = self._state_shapes(8)
         analysis = self._compile_step(self.shapes[-1], small).memory_analysis()
         if analysis is None:
@@ -132,7 +135,8 @@ class ModelRunner:
             page=bytes_per_device(small.kv_pages) // 8,
         )
         # One more page than all rows at full length can use, for the scratch page.
-        return min(self.memory.num_pages, self.max_num_seqs * self._row_pages + 1)
+        pages = min(self.memory.num_pages, self.max_num_seqs * self._row_pages + 1)
+        return self._config.least_of_hosts("num_pages", pages)
 
     def _fit_context(self) -> None:
         """A sequence of full length must fit the pool: a longer context would only be refused later."""
@@ -196,18 +200,30 @@ class ModelRunner:
     # Serving
 
     def dispatch(self, plan: StepPlan) -> _InFlight:
+        return self.start(plan, self.pack(plan))
+
+    def pack(self, plan: StepPlan) -> PackedStep:
         started = time.perf_counter()
-        for index, group in enumerate(plan.groups):
-            for update in group.slot_updates:
-                self._update_slot(index, update)
+        updates = [(index, update) for index, group in enumerate(plan.groups) for update in group.slot_updates]
+        for index, update in updates:
+            self._biased[index][update.slot] = _is_biased(update)
         shape = pick_shape(self.shapes, [(group.num_tokens, len(group.rows)) for group in plan.groups])
         packed = self._packer.pack(plan, shape, self._biased)
-        packed_at = time.perf_counter()
-        self._state, outputs = self._steps[shape](self._params, self._state, packed)
-        self._counters["pack_seconds"] += packed_at - started
-        self._counters["dispatch_seconds"] += time.perf_counter() - packed_at
         self._counters["padding_tokens"] += self.num_groups * shape.num_tokens - plan.num_tokens
-        return _InFlight(plan, shape, outputs)
+        self._counters["pack_seconds"] += time.perf_counter() - started
+        return PackedStep(shape, packed, updates)
+
+    def start(self, plan: StepPlan, step: PackedStep) -> _InFlight:
+        return _InFlight(plan, step.shape, self.execute(step))
+
+    def execute(self, step: PackedStep) -> StepOutputs:
+        """What every host does for a step, all in the same order. The outputs are on the device, and not ready yet."""
+        started = time.perf_counter()
+        for group, update in step.updates:
+            self._update_slot(group, update)
+        self._state, outputs = self._steps[step.shape](self._params, self._state, step.packed)
+        self._counters["dispatch_seconds"] += time.perf_counter() - started
+        return outputs
 
     def fetch(self, handle: _InFlight) -> StepResult:
         rows, outputs, places = handle.plan.rows, handle.outputs, handle.places
@@ -228,9 +244,10 @@ class ModelRunner:
     def stats(self) -> dict[str, float]:
         return {**self._counters, "compile_misses": self._compiles.count}
 
+    def close(self, reason: str = "") -> None:
+        """The process' end frees the device."""
+
     def _update_slot(self, group: int, update: SlotUpdate) -> None:
-        biased = bool(update.logit_bias or len(update.banned_token_ids) or update.allowed_token_ids is not None)
-        self._biased[group][update.slot] = biased
         slot = group * (self.max_num_seqs + 1) + update.slot
         row = np.zeros(self.vocab_size, np.float32)
         if update.allowed_token_ids is not None:
@@ -254,6 +271,10 @@ class ModelRunner:
         if count_rows:
             seen, counts = self._set_counts(seen, counts, where, *count_rows)
         self._state = self._state._replace(sampling=SamplingState(bias, seen, counts))
+
+
+def _is_biased(update: SlotUpdate) -> bool:
+    return bool(update.logit_bias or len(update.banned_token_ids) or update.allowed_token_ids is not None)
 
 
 def _logprobs(host: TokenLogprobs, index: int, token_id: int, count: int) -> Logprobs:

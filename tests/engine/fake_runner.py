@@ -142,6 +142,9 @@ class FakeRunner:
     def stats(self) -> dict[str, float]:
         return {"compile_misses": 0, "pack_seconds": 0.0, "dispatch_seconds": 0.0, "padding_tokens": 0}
 
+    def close(self, reason: str = "") -> None:
+        pass
+
     def _rows(self, plan: StepPlan) -> Iterator[tuple[Group, RowPlan]]:
         return ((group, row) for group, its in zip(self.groups, plan.groups, strict=True) for row in its.rows)
 

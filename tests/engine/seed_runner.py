@@ -63,6 +63,9 @@ class SeedRunner:
     def stats(self) -> dict[str, float]:
         return {"compile_misses": 0, "pack_seconds": 0.0, "dispatch_seconds": 0.0, "padding_tokens": 0}
 
+    def close(self, reason: str = "") -> None:
+        pass
+
 
 def make_info(runner) -> EngineInfo:
     return EngineInfo(
