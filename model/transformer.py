@@ -20,7 +20,7 @@ from model import pipeline
 from model.batch import StepBatch
 from model.config import LayerSpec, ModelConfig, StackSpec
 from model.decoder import AnyAttentionFn, DecoderLayer
-from model.experts import ExpertsBackend, is_expert_matrix
+from model.experts import ExpertsBackend, Placement, is_expert_matrix
 from model.layers import Angles, RMSNorm, param
 from model.rope import rope_angles
 from model.vocabulary import Vocabulary, embed, vocabulary_of
@@ -167,10 +167,11 @@ def last_hidden(hidden: Float[Array, "T D"], cu_q_lens: Int[Array, " S+1"]) -> F
 
 
 def with_params(model: Transformer, params: Mapping[Path, jax.Array]) -> Transformer:
-    """The abstract model with arrays for every parameter, and every `Placement`."""
+    """The abstract model with arrays for every parameter, and for placements of experts where they are given."""
     structure, state = nnx.split(model)
-    flat = [
-        (path, variable.replace(params[tuple(str(part) for part in path)]))
-        for path, variable in nnx.to_flat_state(state)
-    ]
+    flat = []
+    for path, variable in nnx.to_flat_state(state):
+        name = tuple(str(part) for part in path)
+        given = name in params or not isinstance(variable, Placement)  # a placement may stay a shape
+        flat.append((path, variable.replace(params[name]) if given else variable))
     return nnx.merge(structure, nnx.from_flat_state(flat))

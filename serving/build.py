@@ -3,6 +3,7 @@
 Everything that this prints goes to standard error, for the one who started the service.
 """
 
+import math
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,7 @@ from checkpoints.open import Checkpoint, open_checkpoint
 from checkpoints.orbax_folder import restore_params
 from model.build import Kernels, choose_kernels, model_rules, model_shapes
 from model.config import ModelConfig
+from model.expert_options import ExpertOptions, ExpertsError
 from model.families.common import UnsupportedModel
 from model.families.registry import may_be_left_over, param_sources, read_config
 from model.transformer import Path as ParamPath
@@ -33,6 +35,7 @@ from serving.distributed.leading import LeaderHosts
 from serving.distributed.runner import LeadingRunner
 from serving.engine.plan import Runner
 from serving.errors import ConfigError
+from serving.placing import place_experts, stored_shape
 from serving.report import start_report
 from serving.request import EngineInfo
 from serving.runner.compiler import use_persistent_cache
@@ -59,7 +62,10 @@ class LoadedModel:
 
     @property
     def num_parameters(self) -> int:
-        return sum(value.size for value in self.stored_params.values())
+        """Of the checkpoint: without redundant experts."""
+        once = ((axes, stored_shape(self.model, axes, shape)) for shape, axes in param_axes(self.model).values())
+        return sum(math.prod(shape) // math.prod(self.model.rules.copies.get(a, 1) for a in axes if a)
+                   for axes, shape in once)
 
 
 @contextmanager
@@ -85,12 +91,13 @@ def _load(
 ) -> LoadedModel:
     mesh = make_mesh(parse_mesh(engine.mesh))
     _check_hosts(mesh, hosts)
-    rules = model_rules(config, mesh)
+    rules = model_rules(config, mesh, _expert_options(engine))
     dtype = jnp.dtype(hosts.as_leader("dtype", choose_dtype()) if engine.dtype == "auto" else engine.dtype)
     kernels = _kernels(config, engine, rules, dtype)
     model = model_shapes(config, rules, kernels, dtype)
     axes, dtypes = param_axes(model), param_dtypes(model)
-    stored = {path: stored_layout(rules, names, shape) for path, (shape, names) in axes.items()}
+    once = {path: (stored_shape(model, names, shape), names) for path, (shape, names) in axes.items()}
+    stored = {path: stored_layout(rules, names, shape) for path, (shape, names) in once.items()}
     shapes = {path: shape for path, (shape, _) in stored.items()}
     shardings = {path: sharding for path, (_, sharding) in stored.items()}
     if checkpoint.source is None:
@@ -98,7 +105,8 @@ def _load(
     else:
         params = load_params(checkpoint.source, param_sources(config, shapes), shapes, shardings, dtypes,
                              ignore=may_be_left_over(config), progress=progress)
-    params = {path: with_copies(rules, names, shape, params[path]) for path, (shape, names) in axes.items()}
+    params = {path: with_copies(rules, names, shape, params[path]) for path, (shape, names) in once.items()}
+    params = place_experts(model, axes, params)
     return LoadedModel(with_params(model, params), checkpoint.config, params, dtype, kernels)
 
 
@@ -115,9 +123,18 @@ def _check_hosts(mesh: jax.sharding.Mesh, hosts: Hosts) -> None:
 def _kernels(config: ModelConfig, engine: EngineConfig, rules: AxisRules, dtype: jnp.dtype) -> Kernels:
     try:
         return choose_kernels(config, rules, dtype, attention_backend=engine.attention_backend,
-                              page_size=_page_size(engine))  # fmt: skip
+                              page_size=_page_size(engine), options=_expert_options(engine))  # fmt: skip
+    except ExpertsError as error:
+        raise ConfigError(str(error)) from error
     except ValueError as error:
         raise ConfigError(f"--attention-backend and --block-size: {error}") from error
+
+
+def _expert_options(engine: EngineConfig) -> ExpertOptions:
+    return ExpertOptions(
+        parallel=engine.enable_expert_parallel, all2all=engine.all2all_backend, two_micro_batches=engine.enable_dbo,
+        redundant=engine.eplb_config.num_redundant_experts if engine.enable_eplb else None,
+    )  # fmt: skip
 
 
 def choose_dtype() -> str:

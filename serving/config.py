@@ -6,6 +6,7 @@ from typing import Literal
 from serving.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16"]
+All2AllBackend = Literal["auto", "ragged_all_to_all", "allgather_reducescatter"]  # the names of `model.expert_options`
 MAX_LOGPROBS = 20  # the device computes no more for a token; a server may allow fewer
 
 
@@ -33,6 +34,21 @@ class HostPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EplbConfig:
+    """How experts move between devices; names and defaults are vLLM's."""
+
+    window_size: int = 1000  # steps whose load counts
+    step_interval: int = 3000  # steps between two placements
+    num_redundant_experts: int = 0  # replicas of busy experts in each layer, on all devices together
+
+    def __post_init__(self) -> None:
+        for name, least in (("window_size", 1), ("step_interval", 1), ("num_redundant_experts", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ConfigError(f"--eplb-config: {name} is {value!r}, must be a whole number of at least {least}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything the engine core needs. None means: chosen from the model or the device, and printed at start."""
 
@@ -42,6 +58,11 @@ class EngineConfig:
     mesh: str = "1x1"
     hosts: HostPlan | None = None  # None: this host alone
     attention_backend: Literal["auto", "xla", "mosaic_tpu", "mosaic_gpu"] = "auto"  # a kernel on a CPU: simulated
+    enable_expert_parallel: bool = False  # experts over data x tensor instead of tensor
+    all2all_backend: All2AllBackend = "auto"  # how tokens meet experts of other data groups
+    enable_dbo: bool = False  # layers with experts in two micro-batches: rows of one travel while the other computes
+    enable_eplb: bool = False  # experts move between devices as they are used
+    eplb_config: EplbConfig = field(default_factory=EplbConfig)
     max_model_len: int | None = None  # tokens, prompt and output together
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None  # token budget of a step
@@ -65,6 +86,8 @@ class EngineConfig:
                      "max_num_waiting"):
             _at_least(1, name, getattr(self, name))
         _at_least(0, "long_prefill_token_threshold", self.long_prefill_token_threshold)
+        if not self.enable_eplb and self.eplb_config != EplbConfig():
+            raise ConfigError("--eplb-config says how experts move: give --enable-eplb too")
         utilization = self.gpu_memory_utilization
         if utilization is not None and not 0 < utilization <= 1:
             raise ConfigError(f"--gpu-memory-utilization is {utilization}, must be in (0, 1]")

@@ -1,10 +1,12 @@
 """Command-line flags to `ServerConfig`. Names follow vLLM where the meaning is the same."""
 
 import argparse
+import json
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from dataclasses import fields
+from typing import NoReturn, get_args
 
-from serving.config import EngineConfig, ServerConfig
+from serving.config import All2AllBackend, EngineConfig, EplbConfig, ServerConfig
 from serving.distributed.plan import DEFAULT_PORT, DEFAULT_TIMEOUT_SECONDS, HostFlags, plan_hosts
 from serving.errors import ConfigError
 
@@ -56,6 +58,11 @@ def parse_flags(argv: Sequence[str], environment: Mapping[str, str] | None = Non
             environment or {},
         ),
         attention_backend=args.attention_backend,
+        enable_expert_parallel=args.enable_expert_parallel,
+        all2all_backend=args.all2all_backend,
+        enable_dbo=args.enable_dbo,
+        enable_eplb=args.enable_eplb,
+        eplb_config=_eplb_config(args.eplb_config),
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
@@ -85,6 +92,18 @@ def parse_flags(argv: Sequence[str], environment: Mapping[str, str] | None = Non
     )
 
 
+def _eplb_config(text: str) -> EplbConfig:
+    known = {f.name for f in fields(EplbConfig)}
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--eplb-config {text!r} is not JSON: {error}") from error
+    if not isinstance(given, dict) or (unknown := given.keys() - known):
+        what = f"unknown {', '.join(sorted(unknown))}" if isinstance(given, dict) else "not an object"
+        raise ConfigError(f"--eplb-config {text!r}: {what}; it may have {', '.join(sorted(known))}")
+    return EplbConfig(**given)
+
+
 def _parser() -> _Parser:
     parser = _Parser(prog="python -m serve", description="Serve a large language model over HTTP (OpenAI) and gRPC.",
                      formatter_class=_Formatter)
@@ -112,6 +131,17 @@ def _parser() -> _Parser:
     devices.add_argument("--num-pages", type=int, metavar="N", help="KV pages, if not as many as fit")
     devices.add_argument("--compilation-cache-dir", metavar="FOLDER", default=engine.compilation_cache_dir,
                          help='where compiled steps are kept (default: ~/.cache/pageloom/xla; "" turns it off)')
+
+    experts = parser.add_argument_group("experts")
+    experts.add_argument("--enable-expert-parallel", action="store_true",
+                         help="divide experts over the axes data and tensor, instead of tensor alone")
+    experts.add_argument("--all2all-backend", choices=get_args(All2AllBackend), default=engine.all2all_backend,
+                         help="how tokens meet experts of other data groups; auto: by bytes and step size")
+    experts.add_argument("--enable-dbo", action="store_true",
+                         help="two micro-batches in layers with experts: one's rows travel while the other's compute")
+    experts.add_argument("--enable-eplb", action="store_true", help="move experts between devices, by measured load")
+    experts.add_argument("--eplb-config", metavar="JSON", default="{}",
+                         help="any of " + ", ".join(f'"{f.name}" ({f.default})' for f in fields(EplbConfig)))
 
     hosts = parser.add_argument_group(
         "hosts", "Without these, what a TPU slice, SLURM or a LeaderWorkerSet says in the environment.")

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from serving.expert_metrics import expert_metrics
 from serving.request import EngineInfo, EngineRequest, EngineStats, GroupStats, TokenEvent
 
 LABELS = ("model_name", "engine")
@@ -85,6 +86,8 @@ class EngineCollector(Collector):
         for part, value in stats.step_seconds.items():
             seconds.add_metric((*self._labels, part), value)
         yield seconds
+        if stats.experts is not None:
+            yield from expert_metrics(stats.experts, LABELS, self._labels)
         padded = stats.batch_tokens + stats.batch_padding
         yield self._gauge("pageloom:batch_padding_share", "Padding tokens among all tokens in steps, 0 to 1",
                           stats.batch_padding / padded if padded else 0.0)

@@ -88,6 +88,18 @@ class GroupStats(msgspec.Struct, kw_only=True):
     kv_cache_usage: float = 0.0  # held pages / total pages
 
 
+MOST_EXPERTS_TOLD = 256  # of all layers together; a message and a metric for each of more would be too much
+
+
+class ExpertStats(msgspec.Struct, kw_only=True):
+    """Of a model's layers that have experts, as last read from the devices."""
+
+    layers: list[int]  # their numbers in the model
+    balancedness: list[float]  # mean over greatest load of the devices, within the window
+    tokens: list[list[int]]  # counter, by layer and expert; empty where they are more than MOST_EXPERTS_TOLD
+    layers_moved: int = 0  # counter: times that a layer's experts got new places
+
+
 class EngineStats(msgspec.Struct, kw_only=True):
     """The engine's books after a step. Counters only grow; the front end turns them into metrics."""
 
@@ -106,6 +118,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     steps: int = 0  # counter
     batch_tokens: int = 0  # counter: real tokens in steps
     batch_padding: int = 0  # counter: padding tokens in steps
+    experts: ExpertStats | None = None
     iteration_tokens: int = 0  # real tokens of this step
 
 

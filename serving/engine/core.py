@@ -106,6 +106,7 @@ class EngineCore:
         stats.batch_tokens += stats.iteration_tokens
         stats.batch_padding = int(runner["padding_tokens"])
         stats.compile_misses = int(runner["compile_misses"])
+        stats.experts = result.experts or stats.experts
         stats.step_seconds["pack"] = runner["pack_seconds"]
         stats.step_seconds["dispatch"] = runner["dispatch_seconds"]
         self._add_seconds("device", result.device_seconds)

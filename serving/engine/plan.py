@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from serving.request import Logprobs, SamplingParams
+from serving.request import ExpertStats, Logprobs, SamplingParams
 
 Tokens = Seq[int] | np.ndarray  # int32; an array is a view, not to be kept after `dispatch`
 
@@ -92,6 +92,7 @@ class StepResult:
     prompt_logprobs: list[list[Logprobs] | None]  # one entry for each of the row's prompt_targets
     device_seconds: float = 0.0  # waiting for the device
     fetch_seconds: float = 0.0  # copying and unpacking
+    experts: ExpertStats | None = None  # where there is news of them
 
 
 class Runner(Protocol):
