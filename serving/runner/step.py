@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from model.sampling import SamplingFlags, SamplingRows, SamplingState, TokenLogprobs, prompt_logprobs, sample
@@ -64,7 +65,7 @@ def run_step(
 ) -> tuple[DeviceState, StepOutputs]:
     """One ragged step: forward pass, sampling, and the tokens stored for the next step to pick up."""
     rules, inputs = model.rules, unpack(packed, shape, row_pages)
-    batch, num_rows = inputs.batch, len(inputs.rows.slot)
+    batch = inputs.batch
     (tokens,) = rules.map_over_shards(
         _feed, (batch.tokens, inputs.from_device, inputs.rows.slot, state.last_token),
         (("tokens",), ("tokens",), ("rows",), ("slots",)), (("tokens",),), (batch.tokens.shape,),
@@ -83,17 +84,37 @@ def run_step(
         of_prompt = prompt_logprobs(hidden, targets, enabled.prompt_logprobs, project, num_logprobs=num_logprobs,
                                     vocabulary=vocabulary)
         last_token = last_token.at[rows.slot].set(jnp.where(rows.samples, token, last_token[rows.slot]))
-        return token, logprobs, of_prompt, last_token, sampling
+        outputs = StepOutputs(
+            gather_groups(rules, token),
+            _where_wanted(rules, enabled.logprobs, logprobs),
+            _where_wanted(rules, enabled.prompt_logprobs, of_prompt),
+        )
+        return outputs, last_token, sampling
 
-    token, logprobs, of_prompt, last_token, sampling = rules.map_over_shards(
+    outputs, last_token, sampling = rules.map_over_shards(
         finish,
         (hidden, model.output_matrix, batch.cu_q_lens, inputs.rows, inputs.flags, inputs.prompt_targets,
          state.last_token, state.sampling),
         (("tokens",), ("vocab", "embed"), ("groups",), ("rows",), ("groups",), ("tokens",), ("slots",), sampling_axes),
-        (("rows",), ("rows",), ("tokens",), ("slots",), sampling_axes),
-        ((num_rows,), (num_rows,), batch.tokens.shape, state.last_token.shape, state.sampling.bias.shape),
+        ((), ("slots",), sampling_axes),
+        ((), state.last_token.shape, state.sampling.bias.shape),
     )
-    return DeviceState(kv_pages, last_token, sampling), StepOutputs(token, logprobs, of_prompt)
+    return DeviceState(kv_pages, last_token, sampling), outputs
+
+
+def gather_groups(rules: AxisRules, of_group: Array) -> Array:
+    """Within `map_over_shards`: what all data groups have, one after the other."""
+    over = rules.over("groups", rules.num_groups)
+    return lax.all_gather(of_group, over, tiled=True) if over else of_group
+
+
+def _where_wanted(rules: AxisRules, wanted: Bool[Array, ""], of_group: TokenLogprobs) -> TokenLogprobs:
+    """Of all groups, where a request asked; otherwise zeros that nobody sends."""
+    every = partial(jax.tree.map, partial(gather_groups, rules))
+    if rules.num_groups == 1:
+        return of_group
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(every, of_group))
+    return lax.cond(wanted, lambda: every(of_group), lambda: zeros)
 
 
 def _feed(tokens: Int[Array, " T"], from_device: Bool[Array, " T"], slots: Int[Array, " S"],
