@@ -35,10 +35,10 @@ from serving.distributed.leading import LeaderHosts
 from serving.distributed.runner import LeadingRunner
 from serving.engine.plan import Runner
 from serving.errors import ConfigError
-from serving.placing import place_experts, stored_shape
 from serving.report import start_report
 from serving.request import EngineInfo
 from serving.runner.compiler import use_persistent_cache
+from serving.runner.placing import place_experts, stored_shape
 from serving.runner.runner import ModelRunner, RunnerConfig
 from serving.tokenizer.load import load_tokenizer
 from sharding.copies import stored_layout, with_copies, without_copies
