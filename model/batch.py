@@ -3,7 +3,8 @@
 Axis letters: T tokens, S rows, M pages of the longest row; of all data groups, or on a device of its own.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from jaxtyping import Array, Int
 
@@ -27,6 +28,7 @@ class StepBatch(NamedTuple):
     kv_lens: Int[Array, " S"]
     cu_q_lens: Int[Array, " S+G"]
     distribution: Int[Array, " 3G"]
+    plans: Mapping[int, Any] | None = None  # of `model.context`, where the mesh has such an axis
 
     @property
     def of_rows(self) -> tuple[Array, Array, Array, Array]:

@@ -1,12 +1,13 @@
 """What a model needs before it can be made: the rules of its mesh and its kernels, chosen once."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 
 from model import pipeline
 from model.config import ModelConfig
+from model.context import ContextAttention, choose_context_attention
 from model.expert_options import DEFAULT, ExpertOptions, choose_experts, expert_rules
 from model.experts import ExpertsBackend
 from model.transformer import Transformer, abstract_model
@@ -21,7 +22,7 @@ from sharding.rules import AxisRules, axis_rules
 class Kernels:
     """num_kv_heads, num_kv_layers: of all devices, with copies. experts: None where no layer has any."""
 
-    attention: attention.Backend | latent_attention.LatentBackend
+    attention: attention.Backend | latent_attention.LatentBackend | ContextAttention
     num_kv_heads: int
     num_kv_layers: int
     experts: ExpertsBackend | None
@@ -45,6 +46,8 @@ def model_rules(config: ModelConfig, mesh: jax.sharding.Mesh, options: ExpertOpt
 def choose_kernels(config: ModelConfig, rules: AxisRules, dtype: jnp.dtype, *, attention_backend: str,
                    page_size: int, options: ExpertOptions = DEFAULT) -> Kernels:  # fmt: skip
     """For the devices of the mesh; with the options of its rules. Raises ValueError with what is missing."""
+    if (context := rules.mesh.shape["context"]) > 1:
+        _check_context(config, rules, page_size)
     device = rules.mesh.devices.flat[0]
     num_kv_heads = rules.held("kv_heads", config.num_kv_heads)
     shards = rules.shards("kv_heads", num_kv_heads)
@@ -60,7 +63,7 @@ def choose_kernels(config: ModelConfig, rules: AxisRules, dtype: jnp.dtype, *, a
             num_heads=heads, num_kv_heads=num_kv_heads // shards, head_dim=config.head_dim, page_size=page_size,
             dtype=dtype, kv_dtype=dtype,
         )  # fmt: skip
-        chosen = attention.choose_backend(attention_backend, spec, device)
+        chosen = _choose_attention(spec, device, attention_backend, context)
     if chosen.choice.simulated and chosen.choice.name == "mosaic_gpu" and rules.mesh.size > 1:
         raise ValueError(f"attention backend 'mosaic_gpu': jax simulates a GPU kernel on one device, the mesh has "
                          f"{rules.mesh.size}")  # fmt: skip
@@ -69,6 +72,29 @@ def choose_kernels(config: ModelConfig, rules: AxisRules, dtype: jnp.dtype, *, a
                    num_kv_layers=pipeline.num_kv_layers(config, rules), experts=experts)  # fmt: skip
 
 
+def _check_context(config: ModelConfig, rules: AxisRules, page_size: int) -> None:
+    """ValueError with what ring attention has not, or not yet."""
+    context, pipeline = rules.mesh.shape["context"], rules.mesh.shape["pipeline"]
+    missing = {
+        f"latent attention over context={context}; data groups share out its cache": config.latent is not None,
+        f"attention in chunks over context={context}": any(layer.chunk for layer in config.layers),
+        f"context={context} beside pipeline={pipeline}": pipeline > 1,
+        f"pages of {page_size} tokens over context={context}; it takes a multiple": page_size % context > 0,
+    }
+    for what, is_missing in missing.items():
+        if is_missing:
+            raise ValueError(f"there is no {what}")
+
+
+def _choose_attention(spec: attention.AttentionSpec, device, name: str, context: int
+                      ) -> attention.Backend | ContextAttention:  # fmt: skip
+    if context == 1:
+        return attention.choose_backend(name, spec, device)
+    return choose_context_attention(replace(spec, page_size=spec.page_size // context), device, name, context)
+
+
 def model_shapes(config: ModelConfig, rules: AxisRules, kernels: Kernels, dtype: jnp.dtype) -> Transformer:
     """The model with shapes instead of arrays."""
-    return abstract_model(config, rules, kernels.attention.attend, dtype, kernels.experts)
+    chosen = kernels.attention
+    attend = chosen if isinstance(chosen, ContextAttention) else chosen.attend
+    return abstract_model(config, rules, attend, dtype, kernels.experts)

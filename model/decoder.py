@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from model.batch import StepBatch
 from model.config import LayerSpec, ModelConfig
+from model.context import ContextAttention
 from model.experts import ExpertsBackend
 from model.latent import LatentAttention
 from model.layers import MLP, Angles, Attention, RMSNorm, normed
@@ -20,7 +21,8 @@ from pallas_kernels.latent_attention.api import LatentAttentionFn
 from pallas_kernels.ragged_paged_attention.api import AttentionFn
 from sharding.rules import AxisRules
 
-AnyAttentionFn: TypeAlias = AttentionFn | LatentAttentionFn  # whichever the model's kind of attention is
+# Whichever the model's kind of attention is.
+AnyAttentionFn: TypeAlias = AttentionFn | LatentAttentionFn | ContextAttention
 
 
 class DecoderLayer(nnx.Module):

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from model.batch import ROW_AXES, StepBatch
 from model.config import Activation, ClampedSwiGLU, LayerSpec, ModelConfig, Projection, RopeConfig
+from model.context import ContextAttention
 from model.rope import apply_rope, growth_of
 from pallas_kernels.ragged_paged_attention.api import AttentionFn, KVLayout
 from sharding.rules import Axes, AxisRules
@@ -78,8 +79,8 @@ def normed(norm: RMSNorm | None, x: jax.Array) -> jax.Array:
 class Attention(nnx.Module):
     """Grouped-query attention over the paged KV cache."""
 
-    def __init__(self, config: ModelConfig, spec: LayerSpec, rules: AxisRules, attention: AttentionFn, *,
-                 rngs: nnx.Rngs, dtype: jnp.dtype):
+    def __init__(self, config: ModelConfig, spec: LayerSpec, rules: AxisRules,
+                 attention: AttentionFn | ContextAttention, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         D, N, H = config.hidden_size, config.num_heads, config.head_dim
         K = rules.held("kv_heads", config.num_kv_heads)
         self.rules, self.attention, self.rope, self.window = rules, attention, spec.rope, spec.window
@@ -129,6 +130,11 @@ class Attention(nnx.Module):
 
     def _attend(self, q, k, v, kv_pages, layer, batch: StepBatch):
         """Attention of each device's heads and group of rows."""
+        if isinstance(self.attention, ContextAttention):
+            sinks = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
+            return self.attention(self.rules, q, k, v, kv_pages, layer, batch, scale=self.scale, window=self.window,
+                                  soft_cap=self.soft_cap, sinks=sinks)  # fmt: skip
+
         def attend(*args: jax.Array):
             step, sinks = args[: len(in_axes)], args[len(in_axes) :]
             more = {"sinks": sinks[0]} if sinks else {}

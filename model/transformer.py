@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 from model import pipeline
 from model.batch import StepBatch
 from model.config import LayerSpec, ModelConfig, StackSpec
+from model.context import ContextAttention
 from model.decoder import AnyAttentionFn, DecoderLayer
 from model.experts import ExpertsBackend, Placement, is_expert_matrix
 from model.layers import Angles, RMSNorm, param
@@ -88,7 +89,7 @@ class Transformer(nnx.Module):
     def __init__(self, config: ModelConfig, rules: AxisRules, attention: AnyAttentionFn,
                  experts: ExpertsBackend | None = None, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         V, D = config.vocab_size, config.hidden_size
-        self.config, self.rules = config, rules
+        self.config, self.rules, self.attention = config, rules, attention
         self.embedding = param((V, D), ("vocab", "embed"), rngs=rngs, dtype=dtype)
         self.stacks = nnx.List([
             LayerStack(config, spec, held, rules, attention, experts, rngs=rngs, dtype=dtype)
@@ -105,6 +106,9 @@ class Transformer(nnx.Module):
         ropes = {layer.rope for layer in self.config.layers if layer.rope is not None}
         angles = {rope: rope_angles(rope, batch.positions) for rope in ropes}
         loads = []
+        if isinstance(self.attention, ContextAttention):
+            windows = {layer.window for layer in self.config.layers}
+            batch = batch._replace(plans=self.attention.plans(self.rules, batch, windows))
         for stack in self.stacks:
             x, kv_pages, load = stack(x, angles, kv_pages, batch)
             loads += [] if load is None else [load]

@@ -19,6 +19,8 @@ DEFAULT_RULES: Mapping[str, MeshAxes] = {
     # Of a step, group after group.
     "tokens": ("data",),
     "rows": ("data",),
+    "packed_tokens": ("data",),  # as the host packs them, in the order of their rows
+    "plans": ("data", "context"),  # what each device has once
     "groups": ("data",),  # what each group of sequences has once, or a fixed number of times
     # Of weights and activations.
     "vocab": ("tensor",),
@@ -35,11 +37,11 @@ DEFAULT_RULES: Mapping[str, MeshAxes] = {
     "slots": ("data",),
     "pages": ("data",),
     "k_or_v": (),
-    "page_tokens": (),
+    "page_tokens": ("context",),
     "page_rows": (),
 }
 
-_STEP_AXES = ("tokens", "rows", "groups")  # what they cannot divide simply stays whole
+_STEP_AXES = ("tokens", "packed_tokens", "rows", "groups")  # what they cannot divide simply stays whole
 
 
 @dataclass(frozen=True, kw_only=True)

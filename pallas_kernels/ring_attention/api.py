@@ -32,13 +32,22 @@ from pallas_kernels.ring_attention import mosaic_tpu, xla
 from pallas_kernels.ring_attention.config import Problem, RingConfig, choose_config, xla_config
 from pallas_kernels.ring_attention.decode import context_decode_attention, write_decode_positions
 from pallas_kernels.ring_attention.layout import Layout, RingBatch, lay_out, owners, unmasked_pairs
-from pallas_kernels.ring_attention.plan import RingPlan, ring_plan, write_positions
-from pallas_kernels.ring_attention.xla import LocalAttention
+from pallas_kernels.ring_attention.plan import (
+    Positions,
+    RingPlan,
+    StoredPositions,
+    StripedPositions,
+    ring_plan,
+    write_positions,
+)
+from pallas_kernels.ring_attention.striped import Order, Rows, shared_plan, spread_order, spread_plan, tokens_needed
+from pallas_kernels.ring_attention.xla import LocalAttention, shared_attention
 
 __all__ = [
-    "AttentionSpec", "Backend", "Layout", "LocalAttention", "RingBatch", "RingConfig", "RingFn", "RingPlan",
-    "choose_backend", "context_decode_attention", "lay_out", "owners", "ring_plan", "unmasked_pairs",
-    "write_decode_positions", "write_positions",
+    "AttentionSpec", "Backend", "Layout", "LocalAttention", "Order", "Positions", "RingBatch", "RingConfig", "RingFn",
+    "RingPlan", "Rows", "StoredPositions", "StripedPositions", "choose_backend", "context_decode_attention", "lay_out",
+    "owners", "ring_plan", "shared_attention", "shared_plan", "spread_order", "spread_plan", "tokens_needed",
+    "unmasked_pairs", "write_decode_positions", "write_positions", "xla_config",
 ]  # fmt: skip
 
 

@@ -12,8 +12,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.ring_attention import pages
-from pallas_kernels.ring_attention.plan import NOWHERE
-from pallas_kernels.ring_attention.xla import Partial, attend, merge, nothing, see
+from pallas_kernels.ring_attention.plan import NOWHERE, Positions
+from pallas_kernels.ring_attention.xla import Partial, attend, divided, merge, merge_over, nothing, see
 from quant.kv import QuantizedPages
 
 _KV_TOKENS = 128  # W, where a page has fewer
@@ -41,7 +41,7 @@ def context_decode_attention(
     v: Float[Array, "S K H"],
     kv_pages: pages.KVPages,
     layer: Int[Array, ""],
-    slot_positions: Int[Array, "P B"],
+    where: Positions,
     page_table: Int[Array, "S M"],
     kv_lens: Int[Array, " S"],
     positions: Int[Array, " S"],
@@ -54,12 +54,13 @@ def context_decode_attention(
     sinks: Float[Array, " N"] | None = None,
 ) -> tuple[Float[Array, "S N H"], pages.KVPages]:
     """One token a row. q, k, v, positions: the same on all devices of `axis_name`. The rest is the device's own.
+    where: positions of the tokens that it keeps.
 
     owned[s]: this device keeps row s's new token, in slot kv_lens[s] - 1; exactly one device of the axis does (for the
     striped layout device `position % devices`). kv_lens: this device's tokens, the new one included where owned; 0
     where it has none. Rows in no use have kv_lens 0 everywhere and get zeros. The cost follows the longest row.
     """
-    how, page_size = pages.stored(kv_pages, q.shape[2]), slot_positions.shape[1]
+    how, page_size = pages.stored(kv_pages, q.shape[2]), pages.values_of(kv_pages).shape[4]
     num_rows, heads = q.shape[0], how.num_kv_heads
     page, offset = _slots(page_table, kv_lens, owned, page_size)
     kv_pages = jax.tree.map(
@@ -84,19 +85,12 @@ def context_decode_attention(
         kv, scales = read(pages.values_of(kv_pages)), None
         if isinstance(kv_pages, QuantizedPages):
             scales = read(kv_pages.scales)
-        held = jnp.where(present, slot_positions[here].reshape(num_rows, size), NOWHERE)
+        index = jnp.broadcast_to(block * size + jnp.arange(size), present.shape)
+        held = jnp.where(present, where.of(index, here), NOWHERE)
         visible = see(positions[:, None], held, window)[:, None]  # [S, 1, 1, W]
         return merge(acc, attend(queries, kv, scales, visible, present[:, None], soft_cap))
 
     acc = lax.fori_loop(0, -(-kv_lens.max() // size), body, nothing(queries.shape[:3], how.width))
-    maximum = lax.pmax(acc.maximum, axis_name)
-    weight = jnp.exp(acc.maximum - maximum)
-    total = lax.psum(acc.total * weight, axis_name)
-    output = lax.psum(acc.output * weight[..., None], axis_name)
-    if sinks is not None:
-        sink = sinks.astype(jnp.float32).reshape(heads, -1)
-        highest = jnp.maximum(maximum, sink)
-        keep = jnp.exp(maximum - highest)
-        total, output = total * keep + jnp.exp(sink - highest), output * keep[..., None]
-    output = (output / jnp.maximum(total, 1e-30)[..., None])[..., how.value_at : how.value_at + q.shape[2]]
+    sink = None if sinks is None else sinks.astype(jnp.float32).reshape(heads, -1)
+    output = divided(merge_over(axis_name, acc), sink)[..., how.value_at : how.value_at + q.shape[2]]
     return output.reshape(q.shape).astype(q.dtype), kv_pages

@@ -440,7 +440,7 @@ def _write_kernel(sizes, write_page, written, _, kv_pages, semaphore):
 
 
 def write_pages(written, kv_pages, layer, plan: RingPlan, *, interpret: bool = False) -> jax.Array:
-    """kv_pages, in place, with the pages plan.write_page of a layer replaced."""
+    """kv_pages, in place, with the pages plan.writes.page of a layer replaced."""
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     return pl.pallas_call(
         _write_kernel,
@@ -452,7 +452,7 @@ def write_pages(written, kv_pages, layer, plan: RingPlan, *, interpret: bool = F
         input_output_aliases={3: 0},
         name="ring_attention_write",
         interpret=tpu_params() if interpret else False,
-    )(_integers(layer, plan.num_writes), plan.write_page.astype(jnp.int32), written, kv_pages)  # fmt: skip
+    )(_integers(layer, plan.writes.count), plan.writes.page.astype(jnp.int32), written, kv_pages)  # fmt: skip
 
 
 def _piece(rows: int) -> int:

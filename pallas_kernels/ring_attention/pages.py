@@ -57,13 +57,13 @@ def new_rows(k: jax.Array, v: jax.Array, kv_pages: KVPages) -> KVPages:
 
 
 def pages_to_write(k: jax.Array, v: jax.Array, kv_pages: KVPages, layer: jax.Array, plan: RingPlan) -> KVPages:
-    """The pages plan.write_page as they will be, [Wp, 2, K, B, R]: new tokens where there are any, else old bytes."""
-    fresh = plan.write_token < k.shape[0]  # [Wp, B]
+    """The pages plan.writes.page as they will be, [Wp, 2, K, B, R]: new tokens where there are any, else old bytes."""
+    fresh = plan.writes.token < k.shape[0]  # [Wp, B]
 
     def merged(new, pages):
-        new = jnp.moveaxis(new.at[plan.write_token].get(mode="clip"), 1, 3)  # [Wp, 2, K, B, ...]
+        new = jnp.moveaxis(new.at[plan.writes.token].get(mode="clip"), 1, 3)  # [Wp, 2, K, B, ...]
         mask = fresh.reshape(fresh.shape[0], 1, 1, fresh.shape[1], *(1,) * (new.ndim - 4))
-        return jnp.where(mask, new, pages[layer, plan.write_page])
+        return jnp.where(mask, new, pages[layer, plan.writes.page])
 
     return jax.tree.map(merged, new_rows(k, v, kv_pages), kv_pages)
 

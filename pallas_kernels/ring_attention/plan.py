@@ -25,6 +25,33 @@ from pallas_kernels.ring_attention.config import RingConfig, num_tiles
 NOWHERE = np.iinfo(np.int32).max  # the position of a KV slot that holds nothing: after every query
 
 
+class StoredPositions(NamedTuple):
+    """Any layout: the position of the token in each slot of this device's pages."""
+
+    slots: jax.Array  # [P, B]
+
+    def of(self, index: jax.Array, pages: jax.Array) -> jax.Array:
+        """Positions of a row's tokens `index` [X, W] of this device, which are in whole `pages` [X, W / B]."""
+        return self.slots[pages].reshape(index.shape)
+
+
+class StripedPositions(NamedTuple):
+    """Token t of a sequence is on device t mod D: where a slot is in its row says all."""
+
+    devices: int
+    device: jax.Array | int
+
+    def of(self, index: jax.Array, pages: jax.Array) -> jax.Array:
+        return index * self.devices + self.device
+
+    def held(self, lengths: jax.Array) -> jax.Array:
+        """How many of a sequence's first `lengths` tokens this device keeps."""
+        return jnp.maximum(lengths + self.devices - 1 - self.device, 0) // self.devices
+
+
+Positions = StoredPositions | StripedPositions
+
+
 class Items(NamedTuple):
     """A device's work: item i < count[u, s] of round u, step s. [U, D, J] each; blocks are counted within the round."""
 
@@ -37,9 +64,18 @@ class Items(NamedTuple):
     is_last: jax.Array  # 1: nothing will be
 
 
+class Writes(NamedTuple):
+    """Where new tokens go: token by token, and by whole pages."""
+
+    slot: tuple[jax.Array, jax.Array]  # [T] page and place in it of each new token, page 0 for padding
+    page: jax.Array  # [Wp] pages that get new tokens, 0 behind the last
+    token: jax.Array  # [Wp, B] the new token of each slot, T where the old bytes stay
+    count: jax.Array  # []
+
+
 @partial(jax.tree_util.register_dataclass, meta_fields=("axis_name", "config", "window"), data_fields=(
     "tile_token", "tile_position", "token_place", "block_page", "block_valid", "block_position", "round_blocks", "hops",
-    "num_rounds", "count", "items", "token_slot", "write_page", "write_token", "num_writes"))
+    "num_rounds", "count", "items", "writes"))
 @dataclass(frozen=True, kw_only=True)
 class RingPlan:
     """Arrays of one device. block_valid, block_position, round_blocks and hops are of all devices, by the source."""
@@ -58,17 +94,14 @@ class RingPlan:
     num_rounds: jax.Array  # []
     count: jax.Array  # [U, D] items of each step
     items: Items
-    token_slot: tuple[jax.Array, jax.Array]  # [T] page and place in it of each new token, page 0 for padding
-    write_page: jax.Array  # [Wp] pages that get new tokens, 0 behind the last
-    write_token: jax.Array  # [Wp, B] the new token of each slot, T where the old bytes stay
-    num_writes: jax.Array  # []
+    writes: Writes
 
 
 def prefill_slots(page_table, kv_lens, cu_q_lens, num_tokens: int, page_size: int) -> tuple[jax.Array, jax.Array]:
     """(page [T], offset [T]) of each new token; padding gets page 0."""
     token = jnp.arange(num_tokens)
     row = jnp.searchsorted(cu_q_lens[1:], token, side="right")
-    real = row < kv_lens.shape[0]
+    real = (row < kv_lens.shape[0]) & (token >= cu_q_lens[0])
     row = jnp.minimum(row, kv_lens.shape[0] - 1)
     index = jnp.where(real, kv_lens[row] - cu_q_lens[row + 1] + token, 0)
     return jnp.where(real, page_table[row, index // page_size], 0), index % page_size
@@ -87,7 +120,7 @@ def write_positions(
 
 
 def ring_plan(
-    slot_positions: Int[Array, "P B"],
+    stored: StoredPositions,
     page_table: Int[Array, "S M"],
     kv_lens: Int[Array, " S"],
     cu_q_lens: Int[Array, " S+1"],
@@ -99,21 +132,31 @@ def ring_plan(
 ) -> RingPlan:
     """Called inside `shard_map` over `axis_name`; all arrays are the device's own. Gathers a few integers a token.
 
-    slot_positions: position of the token in each slot of this device's pages, new ones included (`write_positions`).
-    page_table[s]: this device's pages of row s in order. kv_lens[s]: this device's tokens of the row, the new ones
-    included. cu_q_lens: of this device's new tokens. positions: their true positions. Layers with different windows
-    need one plan a window.
+    stored: with the new tokens' positions (`write_positions`). page_table[s]: this device's pages of row s in order.
+    kv_lens[s]: this device's tokens of the row, the new ones included. cu_q_lens: of this device's new tokens.
+    positions: their true positions. Layers with different windows need one plan a window.
     """
-    config.check_page_size(slot_positions.shape[1])
-    devices, me = lax.axis_size(axis_name), lax.axis_index(axis_name)
-    tiles = _tiles(cu_q_lens, positions, config.query_tokens)
-    blocks = _blocks(slot_positions, page_table, kv_lens, config)
-    valid, position, block_row = (lax.all_gather(a, axis_name) for a in blocks[1:])
-    everyone = [lax.all_gather(a, axis_name) for a in tiles.bounds]
+    page_size = stored.slots.shape[1]
+    config.check_page_size(page_size)
+    tiles = tiles_of(cu_q_lens, positions, config.query_tokens)
+    blocks = blocks_of(stored, page_table, kv_lens, page_size, config)
+    everyone, held = (jax.tree.map(lambda a: lax.all_gather(a, axis_name), x) for x in (tiles.bounds, blocks))
+    where = (page_table, kv_lens, cu_q_lens, positions.shape[0], page_size)
+    return plan_of(lax.axis_index(axis_name), tiles, everyone, held, Writes(prefill_slots(*where), *writes_of(*where)),
+                   *page_table.shape, page_size, axis_name, config, window)  # fmt: skip
+
+
+def plan_of(me, tiles: "Tiles", everyone, held: "Blocks", writes: Writes, num_rows: int, row_pages: int,
+            page_size: int, axis_name: str, config: RingConfig, window: int | None) -> RingPlan:  # fmt: skip
+    """everyone: all devices' tiles' bounds, [D, J] each. held: all devices' blocks. The rest is this device's.
+
+    tiles, everyone, held: from `tiles_of` and `blocks_of`."""
+    _, valid, position, block_row = held
+    devices = valid.shape[0]
 
     # Arrays [D, C], or [J, D, C] and [D', J, D, C] against tiles.
     lowest, highest = position.min(-1), jnp.where(position == NOWHERE, -1, position).max(-1)
-    size = config.blocks_of_round(page_table.shape[0], page_table.shape[1], slot_positions.shape[1])
+    size = config.blocks_of_round(num_rows, row_pages, page_size)
     rounds = valid.shape[1] // size
 
     def visible(row, first, last):
@@ -133,21 +176,18 @@ def ring_plan(
         return a.reshape(-1, devices, rounds, size)[:, source].transpose(2, 1, 0, 3)
 
     count, items = _items(by_step(visible(*tiles.bounds)), by_step(clear(*tiles.bounds)))
-    write_page, write_token, num_writes = _writes(
-        page_table, kv_lens, cu_q_lens, positions.shape[0], slot_positions.shape[1])
     return RingPlan(
         axis_name=axis_name, config=config, window=window,
         tile_token=tiles.token, tile_position=tiles.position, token_place=tiles.place,
-        block_page=blocks[0], block_valid=valid, block_position=position,
+        block_page=held.page[me], block_valid=valid, block_position=position,
         round_blocks=jnp.clip(num_blocks[:, None] - jnp.arange(rounds) * size, 0, size),
         hops=jnp.where(needed, distance[:, :, None], 0).max(0),
         num_rounds=(-(-num_blocks // size)).max(), count=count, items=items,
-        token_slot=prefill_slots(page_table, kv_lens, cu_q_lens, positions.shape[0], slot_positions.shape[1]),
-        write_page=write_page, write_token=write_token, num_writes=num_writes,
+        writes=writes,
     )  # fmt: skip
 
 
-class _Tiles(NamedTuple):
+class Tiles(NamedTuple):
     token: jax.Array
     position: jax.Array
     place: jax.Array
@@ -164,7 +204,7 @@ def _parts(lengths, size: int, most: int):
     return row, jnp.where(used, part - end[row] + parts[row], 0), used
 
 
-def _tiles(cu_q_lens, positions, size: int) -> _Tiles:
+def tiles_of(cu_q_lens, positions, size: int) -> Tiles:
     num_tokens, num_rows = positions.shape[0], cu_q_lens.shape[0] - 1
     lengths = cu_q_lens[1:] - cu_q_lens[:-1]
     row, number, used = _parts(lengths, size, num_tiles(num_tokens, num_rows, size))
@@ -174,13 +214,21 @@ def _tiles(cu_q_lens, positions, size: int) -> _Tiles:
     position = positions.at[token].get(mode="fill", fill_value=-1)
     least = jnp.where(real, position, NOWHERE).min(1)
     place_of = jnp.full(num_tokens, -1).at[token.reshape(-1)].set(jnp.arange(token.size), mode="drop")
-    return _Tiles(token, position, place_of, (row, least, position.max(1)))
+    return Tiles(token, position, place_of, (row, least, position.max(1)))
 
 
-def _blocks(slot_positions, page_table, kv_lens, config: RingConfig):
-    """block_page [C, W / B], valid [C], positions [C, W] and row [C] of this device's KV."""
+class Blocks(NamedTuple):
+    """A device's KV in blocks; a device axis in front where they are all devices'."""
+
+    page: jax.Array  # [C, W / B]
+    valid: jax.Array  # [C]
+    position: jax.Array  # [C, W]
+    row: jax.Array  # [C]
+
+
+def blocks_of(positions: Positions, page_table, kv_lens, page_size: int, config: RingConfig) -> Blocks:
     num_rows, row_pages = page_table.shape
-    page_size, size = slot_positions.shape[1], config.kv_tokens
+    size = config.kv_tokens
     most = num_rows * -(-row_pages * page_size // size)
     most += -most % config.blocks_of_round(num_rows, row_pages, page_size)
     row, number, used = _parts(kv_lens, size, most)
@@ -188,8 +236,8 @@ def _blocks(slot_positions, page_table, kv_lens, config: RingConfig):
     index = number[:, None] * (size // page_size) + jnp.arange(size // page_size)
     present = jnp.arange(size // page_size) * page_size < valid[:, None]
     page = jnp.where(present, page_table[row[:, None], jnp.minimum(index, row_pages - 1)], 0)
-    position = jnp.where(jnp.arange(size) < valid[:, None], slot_positions[page].reshape(most, size), NOWHERE)
-    return page, valid, position, row
+    place = positions.of(number[:, None] * size + jnp.arange(size), page)
+    return Blocks(page, valid, jnp.where(jnp.arange(size) < valid[:, None], place, NOWHERE), row)
 
 
 def _items(visible, clear) -> tuple[jax.Array, Items]:
@@ -210,7 +258,7 @@ def _items(visible, clear) -> tuple[jax.Array, Items]:
     return active.sum(-1), items
 
 
-def _writes(page_table, kv_lens, cu_q_lens, num_tokens: int, page_size: int):
+def writes_of(page_table, kv_lens, cu_q_lens, num_tokens: int, page_size: int):
     """The pages that new tokens go to: page [Wp], new token of each slot [Wp, B], how many."""
     num_rows, row_pages = page_table.shape
     lengths = cu_q_lens[1:] - cu_q_lens[:-1]

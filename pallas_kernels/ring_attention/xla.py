@@ -51,9 +51,24 @@ def ring_attention(
     local: LocalAttention | None = None,
 ):  # fmt: skip
     """See `api.RingFn`."""
-    local = local or attend_blocks
+    acc, kv_pages = _attended(q, k, v, kv_pages, layer, plan, scale, soft_cap, local or attend_blocks)
+    return _output(acc, q, kv_pages, plan, sinks), kv_pages
+
+
+def shared_attention(
+    q, k, v, kv_pages: pages.KVPages, layer, plan: RingPlan, *, scale, soft_cap=None, sinks=None,
+    local: LocalAttention | None = None,
+):  # fmt: skip
+    """`api.RingFn` where q, k and v are the same on all devices, for a plan of `shared_plan`: each device attends to
+    its own KV, then the partial softmaxes merge."""
+    acc, kv_pages = _attended(q, k, v, kv_pages, layer, plan, scale, soft_cap, local or attend_blocks)
+    return _output(merge_over(plan.axis_name, acc), q, kv_pages, plan, sinks), kv_pages
+
+
+def _attended(q, k, v, kv_pages, layer, plan: RingPlan, scale, soft_cap, local: LocalAttention):
+    """(Partial of the tiles over all blocks of the plan, kv_pages with the new tokens)."""
     how = pages.stored(kv_pages, q.shape[2])
-    page, offset = plan.token_slot
+    page, offset = plan.writes.slot
     # Token by token: to write whole pages, merged with what they hold, XLA would copy the cache that it also reads.
     kv_pages = jax.tree.map(
         lambda pool, new: pool.at[layer, page, :, :, offset].set(new, mode="promise_in_bounds"),
@@ -82,12 +97,13 @@ def ring_attention(
         return acc
 
     acc = nothing(queries.shape[:3], how.width)
-    if sinks is not None:  # a key that was seen first, with a value of zeros
-        sink = pages.sink_rows(sinks, how.num_kv_heads, plan.config.query_tokens)
-        acc = acc._replace(maximum=jnp.broadcast_to(sink, acc.maximum.shape), total=jnp.ones_like(acc.total))
-    acc = lax.fori_loop(0, plan.num_rounds, one_round, acc)
-    out = (acc.output / jnp.maximum(acc.total, 1e-30)[..., None]).astype(q.dtype)
-    return pages.from_tiles(out, q.shape, how, plan), kv_pages
+    return lax.fori_loop(0, plan.num_rounds, one_round, acc), kv_pages
+
+
+def _output(acc: Partial, q, kv_pages, plan: RingPlan, sinks) -> jax.Array:
+    how = pages.stored(kv_pages, q.shape[2])
+    sink = None if sinks is None else pages.sink_rows(sinks, how.num_kv_heads, plan.config.query_tokens)
+    return pages.from_tiles(divided(acc, sink).astype(q.dtype), q.shape, how, plan)
 
 
 def nothing(shape: tuple[int, ...], head_dim: int) -> Partial:
@@ -106,6 +122,24 @@ def merge(old: Partial, new: Partial) -> Partial:
     keep, add = jnp.exp(old.maximum - maximum), jnp.exp(new.maximum - maximum)
     output = old.output * keep[..., None] + new.output * add[..., None]
     return Partial(maximum, old.total * keep + new.total * add, output)
+
+
+def merge_over(axis_name: str, acc: Partial) -> Partial:
+    """The devices' partial softmaxes of the same queries."""
+    maximum = lax.pmax(acc.maximum, axis_name)
+    weight = jnp.exp(acc.maximum - maximum)
+    total, output = lax.psum((acc.total * weight, acc.output * weight[..., None]), axis_name)
+    return Partial(maximum, total, output)
+
+
+def divided(acc: Partial, sink: jax.Array | None) -> jax.Array:
+    """The output. sink: one more logit, of a key with a value of zeros; broadcast to acc.maximum."""
+    total, output = acc.total, acc.output
+    if sink is not None:
+        highest = jnp.maximum(acc.maximum, sink)
+        keep = jnp.exp(acc.maximum - highest)
+        total, output = total * keep + jnp.exp(sink - highest), output * keep[..., None]
+    return output / jnp.maximum(total, 1e-30)[..., None]
 
 
 def attend(queries, kv, scales, visible, present, soft_cap) -> Partial:

@@ -210,8 +210,8 @@ def ring_attention(shape: AttentionShape, tokens: int, kv_len: int, backend_name
     def local(*arrays):
         q, k, v, pages, slots, table, lengths, cu_q_lens, positions = (array[0] for array in arrays)
         slots = ring.write_positions(slots, table, lengths, cu_q_lens, positions)
-        plan = ring.ring_plan(slots, table, lengths, cu_q_lens, positions, axis_name=RING_AXIS, config=config,
-                              window=shape.window)
+        plan = ring.ring_plan(ring.StoredPositions(slots), table, lengths, cu_q_lens, positions, axis_name=RING_AXIS,
+                              config=config, window=shape.window)
         done = backend.attend(q, k, v, pages, jnp.int32(1), plan, scale=shape.head_dim**-0.5)
         return jax.tree.map(lambda x: x[None], done)
 

@@ -129,7 +129,7 @@ def local_step(*arrays, case: Case, backend: str, count_blocks: bool):
     inputs = Inputs(*jax.tree.map(lambda a: a[0], arrays))
     where = (inputs.page_table, inputs.kv_lens, inputs.cu_q_lens, inputs.positions)
     slots = api.write_positions(inputs.slot_positions, *where)
-    plan = api.ring_plan(slots, *where, axis_name=AXIS, config=case.config, window=case.window)
+    plan = api.ring_plan(api.StoredPositions(slots), *where, axis_name=AXIS, config=case.config, window=case.window)
     args = (inputs.q, inputs.k, inputs.v, inputs.kv_pages, jnp.int32(LAYER), plan)
     options = dict(scale=case.head_dim**-0.5, **case.options)
     if count_blocks:

@@ -241,7 +241,7 @@ def test_blocks_go_no_further_than_needed(name, window, want):
     inputs, _ = make(case)
 
     def hops(slots, *where):
-        plan = api.ring_plan(slots, *where, axis_name=AXIS, config=case.config, window=window)
+        plan = api.ring_plan(api.StoredPositions(slots), *where, axis_name=AXIS, config=case.config, window=window)
         return plan.hops[None]
 
     def local(*arrays):
@@ -328,8 +328,8 @@ def test_decode_after_a_prefill(devices, options):
         kv_pages, slots, table, lens, owned = (a[0] for a in (kv_pages, slots, table, lens, owned))
         slots = api.write_decode_positions(slots, table, lens, positions, owned)
         out, kv_pages = api.context_decode_attention(
-            q, k, v, kv_pages, jnp.int32(LAYER), slots, table, lens, positions, owned, axis_name=AXIS, scale=0.25,
-            window=window, **options)  # fmt: skip
+            q, k, v, kv_pages, jnp.int32(LAYER), api.StoredPositions(slots), table, lens, positions, owned,
+            axis_name=AXIS, scale=0.25, window=window, **options)  # fmt: skip
         return out, kv_pages[None], slots[None]
 
     run = jax.jit(jax.shard_map(

@@ -1,0 +1,182 @@
+"""Attention over a `context` axis: the tokens of every sequence, and their KV, are striped over its devices.
+
+A page of B x C tokens, as the scheduler sees it, is a page of B tokens on each of the C devices: token t of a sequence
+is on device t mod C. So one page table serves all, and whatever knows pages (prefix cache, preemption) need not know.
+
+A step in which every row has one token is decoding: all devices have all queries and attend to their own KV. A step
+with chunks of prompts does the same, or, under `spread_rules`, has its tokens spread over the axis too, so that the
+axis shares the whole work of a long prompt; then KV goes around a ring.
+
+Axis letters: G data groups, C devices of the context axis; T tokens, S rows, of one group; N query heads, K kv heads,
+H head dim.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from model.batch import ROW_AXES, StepBatch
+from pallas_kernels.ragged_paged_attention import api as paged
+from pallas_kernels.ragged_paged_attention.api import KVLayout
+from pallas_kernels.ring_attention import api as ring
+from sharding.rules import Axes, AxisRules
+
+AXIS = "context"
+MAX_CHUNKS = 8  # of a spread step: the ring's plan must fit a TPU's scalar memory
+Plans = Mapping[int, ring.RingPlan]  # by the window, 0: none
+
+
+def spread_rules(rules: AxisRules) -> AxisRules:
+    """For steps whose tokens are spread over the context axis."""
+    return replace(rules, rules={**rules.rules, "tokens": ("data", AXIS)})
+
+
+def is_spread(rules: AxisRules) -> bool:
+    return AXIS in rules.rules["tokens"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """A step's tokens on their places, and the way back."""
+
+    batch: StepBatch
+    order: ring.Order  # of each group, [G T]
+    last: jax.Array  # [G S] place of each row's last token, within its group
+
+
+def spread_step(rules: AxisRules, batch: StepBatch) -> Spread:
+    """From a step in the order of its rows to one under `spread_rules`."""
+    devices = rules.mesh.shape[AXIS]
+    tokens = ("packed_tokens",)
+
+    def local(values, *of_rows: jax.Array):
+        rows = ring.Rows(*of_rows)
+        order = ring.spread_order(rows, devices, len(values[0]))
+        last = order.place[jnp.maximum(rows.cu_q_lens[1:] - 1, 0)]
+        return tuple(order.spread(x) for x in values), order, last
+
+    (ids, positions), order, last = rules.map_over_shards(
+        local, ((batch.tokens, batch.positions), *batch.of_rows), (tokens, *ROW_AXES), (tokens, tokens, ("rows",)),
+        (batch.tokens.shape, batch.tokens.shape, batch.kv_lens.shape),
+    )  # fmt: skip
+    return Spread(batch=batch._replace(tokens=ids, positions=positions), order=order, last=last)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextAttention:
+    """paged: whose pages these are; its own attention is not used. Page sizes are those of one device."""
+
+    paged: paged.Backend
+    ring: ring.Backend
+    devices: int
+
+    @property
+    def choice(self) -> paged.Choice:
+        ring = self.ring
+        return paged.Choice(name=ring.name, simulated=ring.simulated, fallback=ring.fallback)
+
+    def layout(self, num_layers: int, num_pages: int, num_kv_heads: int) -> KVLayout:
+        """Of all devices' pages together."""
+        layout = self.paged.layout(num_layers, num_pages, num_kv_heads)
+        return replace(layout, page_size=layout.page_size * self.devices)
+
+    def plans(self, rules: AxisRules, batch: StepBatch, windows: Iterable[int | None]) -> Plans:
+        """What attention in all layers of a step needs to know; made once a step."""
+        groups, page_size = rules.num_groups, self.paged.spec.page_size
+        num_tokens, num_rows = len(batch.tokens) // groups, len(batch.kv_lens) // groups
+        if num_tokens == num_rows:
+            return {}
+        if is_spread(rules):
+            per_device, row_pages = num_tokens // self.devices, batch.page_table.shape[1]
+            chunks, stored = min(MAX_CHUNKS, num_rows), self.paged.layout(1, 1, self.paged.spec.num_kv_heads)
+            config = self.ring.config(num_tokens=per_device, num_rows=chunks, row_pages=row_pages, devices=self.devices,
+                                      row_dim=stored.row_dim, side_by_side=stored.side_by_side)  # fmt: skip
+            make = partial(ring.spread_plan, num_tokens=per_device, num_chunks=chunks, config=config)
+        else:
+            make = partial(ring.shared_plan, num_tokens=num_tokens, config=ring.xla_config(page_size))
+        make = partial(make, devices=self.devices, page_size=page_size, axis_name=AXIS)
+        wanted = {window or 0: window for window in windows}
+
+        def local(*of_rows: jax.Array):
+            me = lax.axis_index(AXIS)
+            plans = {key: make(ring.Rows(*of_rows), me, window=window) for key, window in wanted.items()}
+            return (jax.tree.map(lambda x: x[None], plans),)
+
+        (plans,) = rules.map_over_shards(local, batch.of_rows, ROW_AXES, (_PLANS,), ((groups * self.devices,),))
+        return plans
+
+    def __call__(self, rules: AxisRules, q: jax.Array, k: jax.Array, v: jax.Array, kv_pages: jax.Array,
+                 layer: jax.Array, batch: StepBatch, *, scale: float, window: int | None, soft_cap: float | None,
+                 sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+        """As `model.layers.Attention` has them: of all devices."""
+        heads, kv_heads = ("tokens", "heads", "head_dim"), ("tokens", "kv_heads", "head_dim")
+        plan = batch.plans[window or 0] if batch.plans else None
+        args = [q, k, v, kv_pages, layer, *batch.of_rows]
+        in_axes: list[Axes] = [heads, kv_heads, kv_heads, KVLayout.axes, (), *ROW_AXES]
+        more = {"plan": (plan, _PLANS), "sinks": (sinks, ("heads",))}
+        given = {name: value for name, value in more.items() if value[0] is not None}
+        spread = is_spread(rules)
+
+        def local(*arrays):
+            step, rest = arrays[: len(args)], dict(zip(given, arrays[len(args) :], strict=True))
+            plan = jax.tree.map(lambda x: x[0], rest.pop("plan", None))
+            attend = partial(self._attend, scale=scale, window=window, soft_cap=soft_cap, **rest)
+            return attend(*step[:5], ring.Rows(*step[5:]), plan, spread)
+
+        return rules.map_over_shards(
+            local, [*args, *(value for value, _ in given.values())], [*in_axes, *(axes for _, axes in given.values())],
+            (heads, KVLayout.axes), (q.shape, kv_pages.shape),
+        )  # fmt: skip
+
+    def _attend(self, q, k, v, kv_pages, layer, rows: ring.Rows, plan: ring.RingPlan | None, spread: bool, *, scale,
+                window, soft_cap, sinks=None):  # fmt: skip
+        """On one device."""
+        options = dict(scale=scale, soft_cap=soft_cap, sinks=sinks)
+        if plan is None:
+            return self._decode(q, k, v, kv_pages, layer, rows, window, options)
+        if not spread:
+            count = len(rows.kv_lens)
+            out_one, kv_pages = self._decode(q[:count], k[:count], v[:count], kv_pages, layer, rows, window, options)
+            out, kv_pages = ring.shared_attention(q, k, v, kv_pages, layer, plan, **options)
+            return _first(out, out_one, rows.distribution[0]), kv_pages
+        # Row s, of one token, is at place s // C of device s % C.
+        me, count = lax.axis_index(AXIS), -(-len(rows.kv_lens) // self.devices)
+        of_rows = (lax.all_gather(x[:count], AXIS, axis=1).reshape(-1, *x.shape[1:])[: len(rows.kv_lens)]
+                   for x in (q, k, v))  # fmt: skip
+        out_one, kv_pages = self._decode(*of_rows, kv_pages, layer, rows, window, options)
+        padding = count * self.devices - len(rows.kv_lens)
+        mine = jnp.pad(out_one, ((0, padding), (0, 0), (0, 0))).reshape(count, self.devices, *out_one.shape[1:])[:, me]
+        out, kv_pages = self.ring.attend(q, k, v, kv_pages, layer, plan, **options)
+        return _first(out, mine, ring.StripedPositions(self.devices, me).held(rows.distribution[0])), kv_pages
+
+    def _decode(self, q, k, v, kv_pages, layer, rows: ring.Rows, window: int | None, options):
+        """The first distribution[0] rows, of one token each; q, k and v [S, ...]."""
+        used = jnp.arange(len(rows.kv_lens)) < rows.distribution[0]
+        stripes = ring.StripedPositions(self.devices, lax.axis_index(AXIS))
+        position = rows.kv_lens - 1
+        owned = used & (position % self.devices == stripes.device)
+        return ring.context_decode_attention(
+            q, k, v, kv_pages, layer, stripes, rows.page_table, jnp.where(used, stripes.held(rows.kv_lens), 0),
+            position, owned, axis_name=AXIS, window=window, **options,
+        )  # fmt: skip
+
+
+_PLANS: Axes = ("plans",)
+
+
+def _first(out: jax.Array, of_rows: jax.Array, count: jax.Array) -> jax.Array:
+    """`out` with its first `count` tokens replaced."""
+    size = len(of_rows)
+    return out.at[:size].set(jnp.where((jnp.arange(size) < count)[:, None, None], of_rows, out[:size]))
+
+
+def choose_context_attention(spec: paged.AttentionSpec, device, name: str, devices: int) -> ContextAttention:
+    """spec: with the page size of one device. Raises ValueError with what is missing."""
+    if name == "mosaic_gpu":
+        raise ValueError("attention backend 'mosaic_gpu' has no ring attention: --mesh context=... takes auto or xla")
+    chosen = ring.choose_backend(name, spec, device)
+    return ContextAttention(paged=paged.choose_backend(chosen.name, spec, device), ring=chosen, devices=devices)

@@ -1,0 +1,148 @@
+"""Steps over the striped layout: token t of a sequence is on device t mod D, and every device has the same page table.
+
+Then lengths say all: each device works out everybody's part of a step by itself, nothing is exchanged and no position
+is stored. A step's rows of one token (decoding) come first and go through `context_decode_attention`; the others, the
+chunks of prompts, attend in one of two ways:
+- `spread_plan`: the step's tokens are spread over the devices and KV goes around the ring. For long chunks.
+- `shared_plan`: all devices have all tokens, each attends to its own KV, and the partial softmaxes merge. For short
+  ones: a long prompt's KV is more than what a few tokens make of it (pass-Q and pass-KV in arXiv 2411.01783).
+
+Axis letters: D devices, T tokens of a step on one device, S rows, M pages of the longest row, R chunks, B page tokens
+(of one device).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from pallas_kernels.ring_attention.config import RingConfig
+from pallas_kernels.ring_attention.plan import (
+    RingPlan,
+    StripedPositions,
+    Writes,
+    blocks_of,
+    plan_of,
+    prefill_slots,
+    tiles_of,
+    writes_of,
+)
+
+
+class Rows(NamedTuple):
+    """A step's rows, as `ragged_paged_attention` has them, of all devices together."""
+
+    page_table: Int[Array, "S M"]
+    kv_lens: Int[Array, " S"]
+    cu_q_lens: Int[Array, " S+1"]
+    distribution: Int[Array, " 3"]
+
+
+class Order(NamedTuple):
+    """Where the tokens of a spread step are. Device d has places d T .. d T + T - 1."""
+
+    source: Int[Array, " D*T"]  # the token at each place, D T where none is
+    place: Int[Array, " D*T"]  # of each token; of padding, anything within bounds
+
+    def spread(self, of_tokens: Array) -> Array:
+        """Zeros where no token is."""
+        return of_tokens.at[self.source].get(mode="fill", fill_value=0)
+
+
+def tokens_needed(devices: int, num_decode: int, chunks: list[int]) -> int:
+    """D T that surely holds a step of so many decode rows and chunks of these lengths, wherever they start."""
+    return devices * (-(-num_decode // devices) + sum(-(-length // devices) for length in chunks))
+
+
+def spread_order(rows: Rows, devices: int, num_tokens: int) -> Order:
+    """Decode rows go round the devices; a chunk's token goes where its KV will be. num_tokens: D T.
+
+    `tokens_needed` must not be more than num_tokens."""
+    _, kv_lens, cu_q_lens, (num_decode, _, count) = rows
+    index = jnp.arange(kv_lens.shape[0])
+    new = cu_q_lens[1:] - cu_q_lens[:-1]
+    chunk = (index >= num_decode) & (index < count)
+    stripes = StripedPositions(devices, jnp.arange(devices)[:, None])
+    before = stripes.held(kv_lens - new)  # [D, S]
+    counts = jnp.where(chunk, stripes.held(kv_lens) - before, 0)
+    starts = stripes.held(num_decode) + jnp.cumsum(counts, 1) - counts
+
+    token = jnp.arange(num_tokens)
+    row = jnp.minimum(jnp.searchsorted(cu_q_lens[1:], token, side="right"), index[-1])
+    position = kv_lens[row] - cu_q_lens[row + 1] + token
+    device = jnp.where(row < num_decode, row, position) % devices
+    place = jnp.where(row < num_decode, row // devices, starts[device, row] + position // devices - before[device, row])
+    place = jnp.clip(device * (num_tokens // devices) + place, 0, num_tokens - 1)
+    real = token < cu_q_lens[-1]
+    source = jnp.full(num_tokens, num_tokens).at[jnp.where(real, place, num_tokens)].set(token, mode="drop")
+    return Order(source, place)
+
+
+class _Chunks(NamedTuple):
+    """Rows of more than one token. new: their tokens of this step."""
+
+    page_table: jax.Array  # [R, M]
+    kv_lens: jax.Array  # [R]
+    new: jax.Array  # [R]
+
+
+def _chunks(rows: Rows, most: int) -> _Chunks:
+    num_decode, _, count = rows.distribution
+    index = num_decode + jnp.arange(most)
+    used, index = index < count, jnp.minimum(index, rows.kv_lens.shape[0] - 1)
+    new = rows.cu_q_lens[index + 1] - rows.cu_q_lens[index]
+    return _Chunks(rows.page_table[index], jnp.where(used, rows.kv_lens[index], 0), jnp.where(used, new, 0))
+
+
+def _ends(first, lengths) -> jax.Array:
+    return first + jnp.concatenate([jnp.zeros(1, lengths.dtype), jnp.cumsum(lengths)]).astype(jnp.int32)
+
+
+def _index_in_row(kv_lens, cu_q_lens, num_tokens: int):
+    """The row of each token and which of the row's kv_lens it is. Nonsense for tokens of no row."""
+    token = jnp.arange(num_tokens)
+    row = jnp.minimum(jnp.searchsorted(cu_q_lens[1:], token, side="right"), kv_lens.shape[0] - 1)
+    return row, kv_lens[row] - cu_q_lens[row + 1] + token
+
+
+def spread_plan(rows: Rows, device: jax.Array, *, devices: int, num_tokens: int, num_chunks: int, page_size: int,
+                axis_name: str, config: RingConfig, window: int | None) -> RingPlan:  # fmt: skip
+    """Of `device`, with its num_tokens (T) of a step in `spread_order`. num_chunks: the most the step may have (R)."""
+    config.check_page_size(page_size)
+    chunks = _chunks(rows, num_chunks)
+
+    def part(device):
+        stripes = StripedPositions(devices, device)
+        kv_lens = stripes.held(chunks.kv_lens)
+        cu_q_lens = _ends(stripes.held(rows.distribution[0]), kv_lens - stripes.held(chunks.kv_lens - chunks.new))
+        _, index = _index_in_row(kv_lens, cu_q_lens, num_tokens)
+        tiles = tiles_of(cu_q_lens, stripes.of(index, index), config.query_tokens)
+        return kv_lens, cu_q_lens, tiles, blocks_of(stripes, chunks.page_table, kv_lens, page_size, config)
+
+    kv_lens, cu_q_lens, tiles, _ = part(device)
+    _, _, everyone, blocks = jax.vmap(part)(jnp.arange(devices))
+    where = (chunks.page_table, kv_lens, cu_q_lens, num_tokens, page_size)
+    writes = Writes(prefill_slots(*where), *writes_of(*where))
+    return plan_of(device, tiles, everyone.bounds, blocks, writes, num_chunks, chunks.page_table.shape[1], page_size,
+                   axis_name, config, window)  # fmt: skip
+
+
+def shared_plan(rows: Rows, device: jax.Array, *, devices: int, num_tokens: int, page_size: int, axis_name: str,
+                config: RingConfig, window: int | None) -> RingPlan:  # fmt: skip
+    """Of `device`, which has all num_tokens tokens of the step: a ring of one, for `shared_attention`."""
+    config.check_page_size(page_size)
+    num_rows = rows.kv_lens.shape[0]
+    chunks, stripes = _chunks(rows, num_rows), StripedPositions(devices, device)
+    cu_q_lens = _ends(rows.distribution[0], chunks.new)
+    row, position = _index_in_row(chunks.kv_lens, cu_q_lens, num_tokens)
+    token = jnp.arange(num_tokens)
+    mine = (position % devices == device) & (token >= cu_q_lens[0]) & (token < cu_q_lens[-1])
+    index = jnp.where(mine, position // devices, 0)
+    slot = jnp.where(mine, chunks.page_table[row, index // page_size], 0), index % page_size
+    tiles = tiles_of(cu_q_lens, position, config.query_tokens)
+    blocks = blocks_of(stripes, chunks.page_table, stripes.held(chunks.kv_lens), page_size, config)
+    none = jnp.zeros(0, jnp.int32)
+    alone = jax.tree.map(lambda a: a[None], (tiles.bounds, blocks))
+    return plan_of(jnp.int32(0), tiles, *alone, Writes(slot, none, none[:, None], jnp.int32(0)), num_rows,
+                   chunks.page_table.shape[1], page_size, axis_name, config, window)  # fmt: skip
