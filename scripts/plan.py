@@ -25,6 +25,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--model", required=True, metavar="PATH", help="a Hugging Face config.json, or its folder")
     made.add_argument("--topology", required=True, metavar="KIND:SIZE", help="v6e:2x4, v7x:2x2x1, h200:1x1x8, cpu:8")
     made.add_argument("--mesh", help="as the service takes it; without it all meshes are compared")
+    made.add_argument("--enable-expert-parallel", action="store_true", help="with --mesh: experts over all its devices")
     made.add_argument("--context", type=int, help="tokens of each sequence while it decodes (half of --max-model-len, "
                       "at most 4096)")  # fmt: skip
     made.add_argument("--prompt", type=int, help="tokens of a prompt whose first token is waited for (1024, or less)")
@@ -73,22 +74,23 @@ def run(args: argparse.Namespace) -> None:
     from rich.console import Console
 
     from scripts.planning.compiling import compile_plan, compiler_devices, progress_bar
-    from scripts.planning.placement import devices_of, place
+    from scripts.planning.placement import MeshLayout, devices_of, place
     from scripts.planning.plan import plan_mesh
     from scripts.planning.report import as_json, print_mesh, print_ranking
-    from scripts.planning.search import check, meshes, ranked, suggestions
+    from scripts.planning.search import check, layouts, ranked, suggestions
     from scripts.planning.topology import parse_topology
     from sharding.mesh import parse_mesh
 
     started = time.perf_counter()
     topology = parse_topology(args.topology)
     name, config, sizes, question = read_arguments(args, topology)
-    specs = meshes(topology)
+    found = layouts(config, topology)
     if args.mesh:
-        specs = [parse_mesh(args.mesh)]
-        check(config, specs[0], topology)
+        spec = parse_mesh(args.mesh)
+        check(config, spec, topology)
+        found = [MeshLayout(spec, args.enable_expert_parallel)]
     devices = devices_of(topology)
-    plans = ranked([plan_mesh(place(config, topology, spec, sizes, devices), question) for spec in specs], args.rank)
+    plans = ranked([plan_mesh(place(config, topology, one, sizes, devices), question) for one in found], args.rank)
     console = Console(width=max(Console().width, 150))  # tables wrap rather than shrink to nothing
     chosen = [plan for plan in plans if plan.memory.fits][: args.compile]
     if chosen:

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from flax import nnx
 
 from scripts.aot.targets import (
     H200_CONFIG,
@@ -21,11 +19,8 @@ from scripts.planning.counting import count
 from scripts.planning.placement import Placement, place
 from scripts.planning.plan import Compiled
 from scripts.planning.topology import PlanError, Topology
-from serving.config import MAX_LOGPROBS
 from serving.runner.compiler import compile_step
-from serving.runner.packing import packed_size
 from serving.runner.shapes import StepShape, step_shapes
-from serving.runner.step import run_step
 
 POOL = 8  # pages of each group, as when the engine asks how many fit: temporaries do not depend on it
 
@@ -44,7 +39,7 @@ def compiler_devices(topology: Topology) -> list[Any]:
 def compile_plan(p: Placement, devices: list[Any], done: Callable[[], None] = lambda: None) -> Compiled:
     """Compiles the largest decode step and the largest step there is. done: called after each."""
     started = time.perf_counter()
-    real = place(p.config, p.topology, p.spec, p.sizes, devices)
+    real = place(p.config, p.topology, p.layout, p.sizes, devices)
     shapes = step_shapes(p.sizes.max_num_seqs, p.sizes.max_num_batched_tokens)
     decode = max(shape for shape in shapes if shape.num_tokens == shape.num_rows)
     counted, temporaries = [], 0
@@ -60,21 +55,10 @@ def compile_plan(p: Placement, devices: list[Any], done: Callable[[], None] = la
 
 
 def compile_for(p: Placement, shape: StepShape) -> jax.stages.Compiled:
-    structure, weights = nnx.split(p.model)
-    leaves, tree = jax.tree.flatten(weights)
-    state = p.state(POOL)
-
-    def step(params, state, packed):
-        model = nnx.merge(structure, jax.tree.unflatten(tree, params))
-        return run_step(model, state, packed, shape, p.row_pages, min(MAX_LOGPROBS, p.config.vocab_size))
-
-    size = (p.rules.num_groups, packed_size(shape, p.row_pages))
-    packed = jax.ShapeDtypeStruct(size, jnp.int32, sharding=p.rules.sharding(("groups", None), size))
-    shardings = jax.tree.map(lambda x: x.sharding, state)
-    jitted = jax.jit(step, donate_argnums=1, out_shardings=(shardings, p.rules.whole))
+    jitted, arguments = p.program.step(shape, p.program.state_shapes(POOL), p.row_pages)
     if p.topology.platform == "cpu":
-        return compile_step(jitted.lower(leaves, state, packed), shape)
-    return compile_on(p.rules.mesh, jitted, leaves, state, packed)
+        return compile_step(jitted.lower(*arguments), shape)
+    return compile_on(p.rules.mesh, jitted, *arguments)
 
 
 @contextlib.contextmanager
@@ -83,6 +67,7 @@ def progress_bar(total: int, show: bool) -> Iterator[Callable[[str], None]]:
     from tqdm import tqdm
 
     with tqdm(total=total, desc="Compiling", unit="step", disable=not show, leave=False) as bar:
+
         def step(name: str) -> None:
             bar.set_postfix_str(name)
             bar.update()

@@ -96,7 +96,7 @@ class _Walk:
         elif opcode in ("call", "async-start"):
             self.named(i.called("to_apply") or i.called("calls"), times)
         elif opcode.removesuffix("-start") in KINDS:
-            self.counts.collectives[collective(i)] += times
+            self.counts.collectives[collective(inside, i)] += times
         elif opcode in _FREE or opcode.endswith(("-done", "-update")):
             return
         elif opcode == "custom-call" and (kernel := _kernel(i)) is not None:
@@ -113,9 +113,10 @@ class _Walk:
 
     def inner_collectives(self, fusion: Instruction, times: int) -> None:
         """TPUs also fuse a collective with the computation that hides it."""
-        for i in self.module.computations[fusion.called("calls") or ""].instructions.values():
+        inner = self.module.computations[fusion.called("calls") or ""]
+        for i in inner.instructions.values():
             if i.opcode.removesuffix("-start") in KINDS:
-                self.counts.collectives[collective(i)] += times
+                self.counts.collectives[collective(inner, i)] += times
             elif i.opcode == "fusion":
                 self.inner_collectives(i, times)
 
@@ -199,10 +200,12 @@ class _Walk:
         return written
 
 
-def collective(i: Instruction) -> Collective:
+def collective(inside: Computation, i: Instruction) -> Collective:
     kind, devices, size = i.opcode.removesuffix("-start"), group_size(i.rest), i.bytes
     if kind == "reduce-scatter":
         size *= devices
+    if kind == "ragged-all-to-all":  # one side is a buffer for the worst case, the other what there is
+        size = min(size, sum(shape.bytes for shape in inside.instructions[i.operands[0]].shapes))
     return Collective(kind, size, devices)
 
 

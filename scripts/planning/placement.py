@@ -5,6 +5,7 @@ Everything here follows from the shardings that the engine itself uses, so the b
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -13,11 +14,12 @@ import jax.numpy as jnp
 
 from model.build import Kernels, choose_kernels, model_rules, model_shapes
 from model.config import LayerSpec, ModelConfig
-from model.moe import is_expert_matrix
-from model.transformer import Path, Transformer, param_axes, param_dtypes, with_params
+from model.expert_options import ExpertOptions
+from model.experts import is_expert_matrix
+from model.transformer import Path, Transformer, param_axes, with_params
 from scripts.planning.topology import PlanError, Topology
 from serving.runner.memory import bytes_per_device
-from serving.runner.step import DeviceState, state_shapes, with_shardings
+from serving.runner.programs import StepProgram, param_shapes
 from sharding.mesh import MeshError, MeshSpec, make_mesh
 from sharding.rules import AxisRules
 
@@ -47,39 +49,47 @@ class Sizes:
     memory_share: float
 
 
+@dataclass(frozen=True)
+class MeshLayout:
+    """expert_parallel: experts over data x tensor, as --enable-expert-parallel has it."""
+
+    spec: MeshSpec
+    expert_parallel: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.spec}" + (" --enable-expert-parallel" if self.expert_parallel else "")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """params: shapes with their shardings."""
 
     config: ModelConfig
     topology: Topology
-    spec: MeshSpec
+    layout: MeshLayout
     sizes: Sizes
     rules: AxisRules
     kernels: Kernels
     model: Transformer
     params: Mapping[Path, jax.ShapeDtypeStruct]
 
-    @property
+    @cached_property
     def weight_bytes(self) -> int:
         return bytes_per_device(list(self.params.values()))
 
-    def state(self, num_pages: int) -> DeviceState:
-        """Shapes with their shardings. num_pages: of each group."""
-        groups = self.rules.num_groups
-        layout = self.kernels.kv_layout(self.config, groups * num_pages)
-        shapes = state_shapes(layout, groups, self.sizes.max_num_seqs, self.config.vocab_size)
-        return with_shardings(self.rules, shapes, layout.axes)
+    @cached_property
+    def program(self) -> StepProgram:
+        return StepProgram(self.model, self.kernels, max_num_seqs=self.sizes.max_num_seqs)
 
-    @property
+    @cached_property
     def state_bytes(self) -> int:
         """Of sampling: last tokens, biases, penalty counts."""
-        state = self.state(8)
+        state = self.program.state_shapes(8)
         return bytes_per_device(state) - bytes_per_device(state.kv_pages)
 
-    @property
+    @cached_property
     def page_bytes(self) -> int:
-        return bytes_per_device(self.state(8).kv_pages) // 8
+        return bytes_per_device(self.program.state_shapes(8).kv_pages) // 8
 
     @property
     def row_pages(self) -> int:
@@ -97,7 +107,7 @@ class Placement:
         assert param.sharding is not None
         return prod(param.sharding.shard_shape(param.shape))
 
-    @property
+    @cached_property
     def dense(self) -> int:
         """Numbers of the matrices that every token passes."""
         axes = {path: names for path, (_, names) in param_axes(self.model).items()}
@@ -117,9 +127,13 @@ class Placement:
         matrices = self.dense + self.head * (1 if self.config.tie_embeddings else 2) + self.experts
         return self.weight_bytes - matrices * self.sizes.dtype.itemsize
 
-    @property
+    @cached_property
     def experts(self) -> int:
         return sum(self.held(path) for path in self.params if is_expert_matrix(path, None))
+
+    @property
+    def spec(self) -> MeshSpec:
+        return self.layout.spec
 
     @property
     def expert_layers(self) -> list[LayerSpec]:
@@ -148,22 +162,21 @@ def devices_of(topology: Topology) -> Sequence[Any]:
     return [StandIn(n, topology.platform, kind) for n in range(topology.num_devices)]
 
 
-def place(config: ModelConfig, topology: Topology, spec: MeshSpec, sizes: Sizes, devices: Sequence[Any]) -> Placement:
+def place(config: ModelConfig, topology: Topology, layout: MeshLayout, sizes: Sizes, devices: Sequence[Any]
+          ) -> Placement:  # fmt: skip
     """Raises PlanError where the engine would refuse to start."""
+    spec, options = layout.spec, ExpertOptions(parallel=layout.expert_parallel)
     if spec.num_devices > topology.num_devices:
         raise PlanError(f"--mesh {spec} needs {spec.num_devices} devices, {topology.name} has {topology.num_devices}; "
                         f"--mesh tensor={topology.num_devices} would use them all")  # fmt: skip
     try:
         mesh = make_mesh(spec, devices)
-        rules = model_rules(config, mesh)
-        kernels = choose_kernels(config, rules, sizes.dtype, attention_backend="auto", page_size=sizes.page_size)
+        rules = model_rules(config, mesh, options)
+        kernels = choose_kernels(config, rules, sizes.dtype, attention_backend="auto", page_size=sizes.page_size,
+                                 options=options)  # fmt: skip
     except (MeshError, ValueError) as error:
-        raise PlanError(f"--mesh {spec}: {error}") from error
+        raise PlanError(f"--mesh {layout}: {error}") from error
     model = model_shapes(config, rules, kernels, sizes.dtype)
-    dtypes = param_dtypes(model)
-    params = {
-        path: jax.ShapeDtypeStruct(shape, dtypes[path], sharding=rules.sharding(axes, shape))
-        for path, (shape, axes) in param_axes(model).items()
-    }
-    return Placement(config=config, topology=topology, spec=spec, sizes=sizes, rules=rules, kernels=kernels,
+    params = param_shapes(model)
+    return Placement(config=config, topology=topology, layout=layout, sizes=sizes, rules=rules, kernels=kernels,
                      model=with_params(model, params), params=params)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from scripts.planning.counting import Collective, Counts
 from scripts.planning.placement import Placement
 from scripts.planning.roofline import CompiledCosts, Seconds, step_seconds
 from scripts.planning.topology import hbm_limit
-from scripts.planning.workload import StepCost, Work, experts_over_groups, step_cost
+from scripts.planning.workload import StepCost, Work, step_cost
 from serving.errors import ConfigError
 from serving.runner.memory import MemoryPlan
 
@@ -85,8 +85,7 @@ class MeshPlan:
 
     @property
     def name(self) -> str:
-        p = self.placement
-        return f"{p.spec}" + (",experts over all" if experts_over_groups(p) else "")
+        return f"{self.placement.spec}" + (" + EP" if self.placement.layout.expert_parallel else "")
 
     @property
     def best(self) -> Point | None:
@@ -137,7 +136,7 @@ def memory_of(p: Placement, temporaries: int) -> Memory:
 
 
 def estimated_temporaries(p: Placement) -> int:
-    """Until the compiler says: logits twice in float32, and of each token some rows as wide as the model and its MLP."""
+    """Until the compiler says: logits twice in float32, and some rows as wide as the model and its MLP a token."""
     tokens, rows = p.sizes.max_num_batched_tokens, p.sizes.max_num_seqs
     logits = 2 * 4 * rows * p.config.vocab_size // p.rules.shards("vocab", p.config.vocab_size)
     mlp = p.config.intermediate_size // p.rules.shards("mlp", p.config.intermediate_size)

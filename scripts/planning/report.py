@@ -12,7 +12,7 @@ from scripts.planning.topology import Topology
 
 
 def gb(count: float) -> str:
-    return f"{count / 1e9:,.2f}" if count >= 1e7 else f"{count / 1e6:,.2f}M"
+    return f"{count / 1e9:,.2f}" if count >= 1e7 or not count else f"{count / 1e9:,.4f}"
 
 
 def ms(seconds: float) -> str:
@@ -30,10 +30,11 @@ def print_ranking(console: Console, plans: Sequence[MeshPlan], question: Questio
     table = Table(title=f"Meshes, best {by} first; sequences of {question.context} tokens", title_justify="left")
     for column in ("", "mesh", "fits", "weights GB", "step GB", "KV GB", "KV tokens", "sequences", "tokens/s",
                    "TPOT ms", "alone ms", "TTFT ms", "bound by", "numbers"):  # fmt: skip
-        table.add_column(column, justify="left" if column in ("mesh", "fits", "bound by", "numbers") else "right")
+        left = column in ("mesh", "fits", "bound by", "numbers")
+        table.add_column(column, justify="left" if left else "right", no_wrap=True)
     for number, plan in enumerate(plans, 1):
         memory, best = plan.memory, plan.best
-        row = [str(number), plan.name, "yes" if memory.fits else f"no: {gb(memory.missing)} GB too much",
+        row = [str(number), plan.name, "yes" if memory.fits else f"no, {gb(memory.missing)} GB short",
                gb(memory.weights), gb(memory.state + memory.temporaries), gb(memory.kv), f"{plan.capacity:,}",
                f"{plan.sequences.get(question.context, 0):,}"]  # fmt: skip
         if best is not None:

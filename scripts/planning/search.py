@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from model.config import ModelConfig
+from scripts.planning.placement import MeshLayout
 from scripts.planning.plan import MeshPlan
 from scripts.planning.topology import PlanError, Topology
 from sharding.mesh import MeshSpec
@@ -12,6 +13,14 @@ def meshes(topology: Topology) -> list[MeshSpec]:
     """Every tensor x data that uses all devices."""
     n = topology.num_devices
     return [MeshSpec(tensor=tensor, data=n // tensor) for tensor in range(n, 0, -1) if n % tensor == 0]
+
+
+def layouts(config: ModelConfig, topology: Topology) -> list[MeshLayout]:
+    """Those meshes, and with experts also the ones whose groups share them, where they divide."""
+    found = [MeshLayout(spec) for spec in meshes(topology)]
+    if config.num_experts is not None and config.num_experts % topology.num_devices == 0:
+        found += [MeshLayout(spec, expert_parallel=True) for spec in meshes(topology) if spec.data > 1]
+    return found
 
 
 def ranked(plans: Sequence[MeshPlan], by: str) -> list[MeshPlan]:

@@ -79,8 +79,8 @@ class Topology:
     @property
     def description(self) -> str:
         """What the compiler's topology is called."""
-        size = "x".join(map(str, self.grid))
-        return size if self.platform == "gpu" else f"{'tpu7x' if self.device.name == 'v7x' else self.device.name}:{size}"
+        size, name = "x".join(map(str, self.grid)), self.device.name
+        return size if self.platform == "gpu" else f"{'tpu7x' if name == 'v7x' else name}:{size}"
 
     def bandwidth(self, devices: int) -> float:
         """Bytes/s that each device of a group of neighbours sends while all of them pass data around in a ring.

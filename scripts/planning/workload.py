@@ -8,8 +8,10 @@ docs/planning.md derives the formulas and works examples by hand.
 from collections import Counter
 from dataclasses import dataclass, field
 
+from model.dispatch import BySize, Dispatch, ExchangeRows, GatherTokens
 from scripts.planning.counting import Collective
 from scripts.planning.placement import Placement
+from scripts.planning.topology import PlanError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +97,7 @@ def experts_cost(p: Placement, tokens: int) -> Cost:
     if not p.expert_layers:
         return total
     width, D, held = p.sizes.dtype.itemsize, p.config.hidden_size, p.experts_held
-    together = tokens * p.rules.num_groups if experts_over_groups(p) else tokens
+    together = tokens * p.rules.num_groups if p.layout.expert_parallel else tokens
     for layer in p.expert_layers:
         assert layer.moe is not None
         routing, numbers = layer.moe.routing, 3 * D * layer.moe.width
@@ -104,11 +106,6 @@ def experts_cost(p: Placement, tokens: int) -> Cost:
         touched = held * (1 - (1 - chosen) ** together)
         total += Cost(2 * rows * numbers, touched * numbers * width)
     return total
-
-
-def experts_over_groups(p: Placement) -> bool:
-    """Whether the data groups share one set of experts."""
-    return p.spec.data > 1 and p.config.num_experts is not None and "data" in p.rules.rules["experts"]
 
 
 def collectives(p: Placement, tokens: int) -> Counter[Collective]:
@@ -124,16 +121,31 @@ def collectives(p: Placement, tokens: int) -> Counter[Collective]:
     num_moe = len(p.expert_layers)
     if p.rules.shards("mlp", config.intermediate_size) > 1:
         found[whole] += config.num_layers - num_moe
-    if num_moe and experts_over_groups(p):
-        # Each device sends its share of the group's tokens to their experts and gets them back.
-        top = max(layer.moe.routing.top_k for layer in p.expert_layers if layer.moe is not None)
-        sent = -(-tokens // n) * top * config.hidden_size * p.sizes.dtype.itemsize
-        found[Collective("all-to-all", sent, p.spec.num_devices)] += 2 * num_moe
-        if n > 1:
-            found[Collective("all-gather", tokens * config.hidden_size * p.sizes.dtype.itemsize, n)] += num_moe
-    elif num_moe and p.experts_held < (config.num_experts or 0):
-        found[whole] += num_moe
+    if p.kernels.experts is not None:
+        for one in _dispatch(p, p.kernels.experts.dispatch, tokens):
+            found[one] += num_moe
     return found
+
+
+def _dispatch(p: Placement, way: Dispatch, tokens: int) -> list[Collective]:
+    """What brings a layer's tokens to their experts and back; `model.dispatch` has the ways and their formulas."""
+    n, groups, D, width = p.spec.tensor, p.rules.num_groups, p.config.hidden_size, p.sizes.dtype.itemsize
+    top = max(layer.moe.routing.top_k for layer in p.expert_layers if layer.moe is not None)
+    match way:
+        case BySize():
+            return _dispatch(p, way.small if tokens < way.from_tokens else way.large, tokens)
+        case ExchangeRows():
+            rows = Collective("ragged-all-to-all", -(-tokens // n) * top * D * width, p.spec.num_devices)
+            return [rows, rows, *([Collective("all-gather", tokens * D * width, n)] if n > 1 else [])]
+        case GatherTokens():
+            found = []
+            if "data" in way.axes:
+                found += [Collective("all-gather", groups * tokens * D * width, groups),
+                          Collective("reduce-scatter", groups * tokens * D * 4, groups)]  # fmt: skip
+            if "tensor" in way.axes:
+                found.append(Collective("all-reduce", tokens * D * sum_bytes(p), n))
+            return found
+    raise PlanError(f"how rows travel with {type(way).__name__} is not known")
 
 
 def sum_bytes(p: Placement) -> int:

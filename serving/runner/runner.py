@@ -12,28 +12,19 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from model.build import Kernels
 from model.sampling import BANNED, SamplingState, TokenLogprobs
 from model.transformer import Transformer
-from serving.config import MAX_LOGPROBS
 from serving.engine.plan import GroupPlan, SlotUpdate, StepPlan, StepResult
 from serving.errors import ConfigError
 from serving.request import Logprobs
 from serving.runner.compiler import CompileCounter, compile_all, compile_step
 from serving.runner.memory import MemoryPlan, bytes_per_device, device_memory, memory_share
-from serving.runner.packing import PackedStep, Packer, packed_size
+from serving.runner.packing import PackedStep, Packer
+from serving.runner.programs import StepProgram
 from serving.runner.shapes import StepShape, pick_shape, step_shapes
-from serving.runner.step import (
-    DeviceState,
-    StepOutputs,
-    run_step,
-    set_bias,
-    set_counts,
-    state_shapes,
-    with_shardings,
-)
+from serving.runner.step import DeviceState, StepOutputs, set_bias, set_counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +57,11 @@ class ModelRunner:
     """See `serving.engine.plan.Runner`, which this implements."""
 
     def __init__(self, model: Transformer, config: RunnerConfig, kernels: Kernels):
-        self._model_structure, params = nnx.split(model)
-        self._params, self._params_tree = jax.tree.flatten(params)
-        self._config, self._model_config, self._rules = config, model.config, model.rules
-        self._kernels = kernels
+        self._program = StepProgram(model, kernels, max_num_seqs=config.max_num_seqs)
+        self._params, self._config, self._rules = self._program.params, config, model.rules
         self.max_num_seqs, self.max_num_batched_tokens = config.max_num_seqs, config.max_num_batched_tokens
         self.max_model_len, self.page_size = config.max_model_len, config.page_size
         self.vocab_size, self.num_groups = model.config.vocab_size, model.rules.num_groups
-        self._num_logprobs = min(MAX_LOGPROBS, self.vocab_size)
         self.shapes = step_shapes(config.max_num_seqs, config.max_num_batched_tokens)
         self._biased = [[False] * config.max_num_seqs for _ in range(self.num_groups)]
         self._counters = {"pack_seconds": 0.0, "dispatch_seconds": 0.0, "padding_tokens": 0.0}
@@ -82,7 +70,7 @@ class ModelRunner:
         self.num_pages = config.num_pages or self._fit_pages()
         self._fit_context()
         self._packer = Packer(num_groups=self.num_groups, max_num_seqs=config.max_num_seqs, row_pages=self._row_pages)
-        shapes = self._state_shapes(self.num_pages)
+        shapes = self._program.state_shapes(self.num_pages)
         self._steps = compile_all(
             {shape: lambda shape=shape: self._compile_step(shape, shapes) for shape in self.shapes},
             progress=config.progress,
@@ -113,16 +101,10 @@ class ModelRunner:
         """Pages of a sequence of full length."""
         return -(-self.max_model_len // self.page_size)
 
-    def _state_shapes(self, num_pages: int) -> DeviceState:
-        """Shapes with their shardings. num_pages: of each group."""
-        layout = self._kernels.kv_layout(self._model_config, self.num_groups * num_pages)
-        shapes = state_shapes(layout, self.num_groups, self.max_num_seqs, self.vocab_size)
-        return with_shardings(self._rules, shapes, layout.axes)
-
     def _fit_pages(self) -> int:
         """Compiles the largest step with a tiny pool: its temporaries do not depend on the pool's size."""
         device = self._rules.mesh.local_devices[0]
-        small = self._state_shapes(8)
+        small = self._program.state_shapes(8)
         analysis = self._compile_step(self.shapes[-1], small).memory_analysis()
         if analysis is None:
             raise ConfigError("this backend has no memory analysis: give --num-pages")
@@ -151,17 +133,8 @@ class ModelRunner:
         self.max_model_len = capacity
 
     def _compile_step(self, shape: StepShape, state: DeviceState) -> jax.stages.Compiled:
-        whole = self._rules.whole
-
-        def step(params: list[jax.Array], state: DeviceState, packed: jax.Array):
-            model = nnx.merge(self._model_structure, jax.tree.unflatten(self._params_tree, params))
-            return run_step(model, state, packed, shape, self._row_pages, self._num_logprobs)
-
-        size = (self.num_groups, packed_size(shape, self._row_pages))
-        packed = jax.ShapeDtypeStruct(size, jnp.int32, sharding=self._rules.sharding(("groups", None), size))
-        shardings = jax.tree.map(lambda x: x.sharding, state)
-        jitted = jax.jit(step, donate_argnums=1, out_shardings=(shardings, whole))
-        return compile_step(jitted.lower(self._params, state, packed), shape)
+        jitted, arguments = self._program.step(shape, state, self._row_pages)
+        return compile_step(jitted.lower(*arguments), shape)
 
     def _compile_updates(self, state: DeviceState):
         whole = self._rules.whole

@@ -1,0 +1,59 @@
+"""The step as a program for XLA, from shapes and shardings: for devices that are there, and for devices that are not.
+
+The runner compiles it to serve; `scripts/plan.py` and `scripts/aot_check.py` compile the same without weights.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from model.build import Kernels
+from model.transformer import Path, Transformer, param_axes, param_dtypes
+from serving.config import MAX_LOGPROBS
+from serving.runner.packing import packed_size
+from serving.runner.shapes import StepShape
+from serving.runner.step import DeviceState, run_step, state_shapes, with_shardings
+
+
+class StepProgram:
+    """A model's step, and the shapes of its state. The model holds arrays or, where nothing is to run, shapes with
+    shardings. max_num_seqs: of each data group."""
+
+    def __init__(self, model: Transformer, kernels: Kernels, *, max_num_seqs: int):
+        self._structure, params = nnx.split(model)
+        self.params, self._tree = jax.tree.flatten(params)
+        self._config, self._rules, self._kernels, self._max_num_seqs = model.config, model.rules, kernels, max_num_seqs
+        self.num_logprobs = min(MAX_LOGPROBS, model.config.vocab_size)
+
+    def state_shapes(self, num_pages: int) -> DeviceState:
+        """With their shardings. num_pages: of each data group."""
+        groups = self._rules.num_groups
+        layout = self._kernels.kv_layout(self._config, groups * num_pages)
+        shapes = state_shapes(layout, groups, self._max_num_seqs, self._config.vocab_size)
+        return with_shardings(self._rules, shapes, layout.axes)
+
+    def step(self, shape: StepShape, state: DeviceState, row_pages: int) -> tuple[Any, tuple[Any, ...]]:
+        """(jitted step, arguments to lower it with). row_pages: of a sequence of full length."""
+        whole, num_logprobs = self._rules.whole, self.num_logprobs
+
+        def step(params: list[jax.Array], state: DeviceState, packed: jax.Array):
+            model = nnx.merge(self._structure, jax.tree.unflatten(self._tree, params))
+            return run_step(model, state, packed, shape, row_pages, num_logprobs)
+
+        size = (self._rules.num_groups, packed_size(shape, row_pages))
+        packed = jax.ShapeDtypeStruct(size, jnp.int32, sharding=self._rules.sharding(("groups", None), size))
+        shardings = jax.tree.map(lambda x: x.sharding, state)
+        jitted = jax.jit(step, donate_argnums=1, out_shardings=(shardings, whole))
+        return jitted, (self.params, state, packed)
+
+
+def param_shapes(model: Transformer) -> Mapping[Path, jax.ShapeDtypeStruct]:
+    """Of every parameter, by path, with the sharding that its axes ask for."""
+    dtypes = param_dtypes(model)
+    return {
+        path: jax.ShapeDtypeStruct(shape, dtypes[path], sharding=model.rules.sharding(axes, shape))
+        for path, (shape, axes) in param_axes(model).items()
+    }
