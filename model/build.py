@@ -35,7 +35,7 @@ class Kernels:
 
 
 def model_rules(config: ModelConfig, mesh: jax.sharding.Mesh, options: ExpertOptions = DEFAULT) -> AxisRules:
-    """Raises ValueError where the model cannot be divided as the mesh wants."""
+    """Raises MeshError where the model cannot be divided as the mesh wants."""
     pipeline.check(config, mesh)
     rules = expert_rules(axis_rules(mesh, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads), options)
     if config.latent is not None and (tensor := mesh.shape["tensor"]) > 1:

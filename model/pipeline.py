@@ -28,6 +28,7 @@ from jaxtyping import Array, Float, Int
 
 from model.batch import ROW_AXES, StepBatch
 from model.config import ModelConfig, StackSpec
+from sharding.mesh import MeshError
 from sharding.rules import AxisRules
 
 AXIS = "pipeline"
@@ -74,20 +75,20 @@ def num_kv_layers(config: ModelConfig, rules: AxisRules) -> int:
 
 
 def check(config: ModelConfig, mesh: jax.sharding.Mesh) -> None:
-    """ValueError where no layer could be divided over the stages, or another axis rules the pipeline out."""
+    """MeshError where no layer could be divided over the stages, or another axis rules the pipeline out."""
     stages = mesh.shape[AXIS]
     if stages == 1:
         return
     if mesh.shape["context"] > 1:
-        raise ValueError(f"pipeline={stages} and context={mesh.shape['context']} cannot be combined: give one of them "
-                         f"to tensor or data")  # fmt: skip
+        raise MeshError(f"--mesh pipeline={stages},context={mesh.shape['context']}: the two cannot be combined; give "
+                        "the devices of one of them to tensor or data")  # fmt: skip
     periods = [stack.periods for stack in config.stacks]
     if any(count % stages == 0 for count in periods):
         return
     largest = max(periods)
     fitting = [n for n in range(2, largest + 1) if largest % n == 0]
-    raise ValueError(
-        f"pipeline={stages} does not divide this model's layers, repeated patterns of "
+    raise MeshError(
+        f"--mesh pipeline={stages} does not divide this model's layers, repeated patterns of "
         f"{' + '.join(map(str, periods))}; pipeline={' or '.join(map(str, fitting or [1]))} would"
     )
 
