@@ -6,7 +6,7 @@ Axis letters: T tokens, S rows, M pages of the longest row; of all data groups, 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from sharding.rules import Axes
 
@@ -28,6 +28,7 @@ class StepBatch(NamedTuple):
     kv_lens: Int[Array, " S"]
     cu_q_lens: Int[Array, " S+G"]
     distribution: Int[Array, " 3G"]
+    real: Bool[Array, " T"] | None = None  # which tokens are a row's; None: of each group the first ones
     plans: Mapping[int, Any] | None = None  # of `model.context`, where the mesh has such an axis
 
     @property

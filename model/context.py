@@ -57,13 +57,13 @@ def spread_step(rules: AxisRules, batch: StepBatch) -> Spread:
         rows = ring.Rows(*of_rows)
         order = ring.spread_order(rows, devices, len(values[0]))
         last = order.place[jnp.maximum(rows.cu_q_lens[1:] - 1, 0)]
-        return tuple(order.spread(x) for x in values), order, last
+        return (*(order.spread(x) for x in values), order.source < len(values[0])), order, last
 
-    (ids, positions), order, last = rules.map_over_shards(
+    (ids, positions, real), order, last = rules.map_over_shards(
         local, ((batch.tokens, batch.positions), *batch.of_rows), (tokens, *ROW_AXES), (tokens, tokens, ("rows",)),
         (batch.tokens.shape, batch.tokens.shape, batch.kv_lens.shape),
     )  # fmt: skip
-    return Spread(batch=batch._replace(tokens=ids, positions=positions), order=order, last=last)
+    return Spread(batch=batch._replace(tokens=ids, positions=positions, real=real), order=order, last=last)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,7 +58,7 @@ class DecoderLayer(nnx.Module):
         x = self._add(x, normed(self.attention_out_norm, out))
         x_in = normed(self.mlp_norm, x)
         if isinstance(self.mlp, MoE):
-            out, load = self.mlp(x_in, batch.cu_q_lens, period)
+            out, load = self.mlp(x_in, batch, period)
         else:
             out, load = self.mlp(x_in), None
         return self._add(x, normed(self.mlp_out_norm, out)), kv_pages, load

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from model.batch import StepBatch
 from model.config import Activation, ClampedSwiGLU, ModelConfig, MoESpec, Projection
 from model.dispatch import Choices, Dispatch, WeightedInputs, count
 from model.layers import gated, param
@@ -70,7 +71,7 @@ class Experts(nnx.Module):
         self.replicas = None if most is None else Placement(jnp.ones(E, jnp.int32))
 
     def __call__(self, x: Float[Array, "T D"], chosen: Int[Array, "T k"], weights: Float[Array, "T k"],
-                 cu_q_lens: Int[Array, " S+G"], layer: Int[Array, ""] | None = None
+                 batch: StepBatch, layer: Int[Array, ""] | None = None
                  ) -> tuple[Float[Array, "T D"], Int[Array, "G E"]]:  # fmt: skip
         """(the weighted sum for each token, how many tokens of each group chose each expert).
 
@@ -81,17 +82,18 @@ class Experts(nnx.Module):
             matrix = ("layers", *matrix)
         biases = [p[...] for p in (self.gate_bias, self.up_bias, self.down_bias) if p is not None]
         table = None if self.places is None or self.replicas is None else (self.places[...], self.replicas[...])
-        args = (x, chosen, weights, cu_q_lens, (self.gate[...], self.up[...], self.down[...]), biases, table, layer)
-        axes: list[Axes] = [of_token, of_token, of_token, ("groups",), matrix, of_place, (), ()]
+        matrices = (self.gate[...], self.up[...], self.down[...])
+        args = (x, chosen, weights, batch.cu_q_lens, batch.real, matrices, biases, table, layer)
+        axes: list[Axes] = [of_token, of_token, of_token, ("groups",), ("tokens",), matrix, of_place, (), ()]
         compute = partial(self._compute, self.rules.over("tokens", len(x)))
         load_shape = (self.rules.shards("tokens", len(x)), self.num_experts)
         return self.rules.map_over_shards(compute, args, axes, (of_token, ("tokens", None)), (x.shape, load_shape))
 
-    def _compute(self, token_axes: MeshAxes, x, chosen, weights, cu_q_lens, matrices, biases, table, layer
-                 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    def _compute(self, token_axes: MeshAxes, x, chosen, weights, cu_q_lens, real, matrices, biases, table,
+                 layer) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         """On one device: for the tokens of its group, with the experts that it holds."""
         token = jnp.arange(len(x))[:, None]
-        real = token < cu_q_lens[-1]
+        real = token < cu_q_lens[-1] if real is None else real[:, None]
         places = chosen
         if table is not None:
             where, replicas = table

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from model.batch import StepBatch
 from model.config import ModelConfig, MoESpec, Routing
 from model.experts import Experts, ExpertsBackend
 from model.layers import MLP, param
@@ -58,13 +59,13 @@ class MoE(nnx.Module):
         has_gate = has_shared and spec.shared_gate is not None
         self.shared_gate = param((D, 1), ("embed", None), rngs=rngs, dtype=dtype) if has_gate else None
 
-    def __call__(self, x: Float[Array, "T D"], cu_q_lens: Int[Array, " S+G"], layer: Int[Array, ""] | None = None
+    def __call__(self, x: Float[Array, "T D"], batch: StepBatch, layer: Int[Array, ""] | None = None
                  ) -> tuple[Float[Array, "T D"], Int[Array, "G E"]]:  # fmt: skip
         """See `Experts`."""
         wide = x.astype(jnp.float32)
         logits = jnp.einsum("td,de->te", wide, self.router[...], precision=jax.lax.Precision.HIGHEST)
         chosen, weights = route(self.routing, logits, None if self.router_bias is None else self.router_bias[...])
-        out, load = self.experts(x, chosen, weights, cu_q_lens, layer)
+        out, load = self.experts(x, chosen, weights, batch, layer)
         if self.shared is None:
             return out, load
         shared = self.shared(x)

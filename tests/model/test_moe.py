@@ -12,8 +12,10 @@ from flax import nnx
 
 from checkpoints.load import load_params
 from checkpoints.open import open_checkpoint
+from model.batch import StepBatch
 from model.build import model_rules
 from model.config import MLP, ClampedSwiGLU, ModelConfig, MoESpec, Routing
+from model.context import spread_rules
 from model.dispatch import BySize, Choices, ExchangeRows, GatherTokens, WeightedInputs
 from model.expert_options import ExpertOptions, ExpertsError, choose_experts, exchange_from
 from model.families.registry import param_sources, read_config
@@ -93,6 +95,7 @@ WAYS = {
     "exchanged": ("4x2", RAGGED),
     "exchanged, only groups": ("1x8", RAGGED),
     "exchanged, redundant": ("4x2", replace(RAGGED, redundant=8)),
+    "exchanged, spread over context": ("tensor=2,data=2,context=2", RAGGED),
     "exchanged, two halves": ("2x4", replace(RAGGED, two_micro_batches=True)),
 }
 
@@ -103,6 +106,7 @@ def small_moe(mesh: str, options: ExpertOptions, biases: bool = False) -> tuple[
     config = read_config({**harness.config_json("mixtral"), "hidden_size": 16, "num_local_experts": 8})
     config = replace(config, layers=(replace(config.layers[0], moe=spec),), biases=MLP if biases else frozenset())
     rules = model_rules(config, make_mesh(parse_mesh(mesh)), options)
+    rules = spread_rules(rules) if rules.mesh.shape["context"] > 1 else rules
     float32 = jnp.dtype(jnp.float32)
     backend = choose_experts(config, rules, options, float32)
     assert backend is not None
@@ -140,16 +144,24 @@ def test_layer_equals_every_expert_computed(way: str):
     """With groups that have different numbers of tokens, one of them none; what pads them goes nowhere, NaN and all."""
     mesh, options = WAYS[way]
     layer, _ = small_moe(mesh, options, biases=way == "exchanged")
-    groups, T = layer.experts.rules.num_groups, 37
-    real = [37, 0, 5, 36, 1, 2, 3, 4][:groups]
+    groups, T = layer.experts.rules.num_groups, 38
+    real = [38, 0, 5, 36, 1, 2, 3, 4][:groups]
     x = np.random.default_rng(2).normal(size=(groups, T, 16)).astype(np.float32) ** 2  # positive: nobody likes -10
     for group, count in zip(x, real, strict=True):
         group[count:] = np.nan
     cu_q_lens = np.array([[0, count // 2, count, count] for count in real], np.int32)
-    got, load = nnx.jit(lambda layer, *args: layer(*args))(layer, x.reshape(-1, 16), cu_q_lens.reshape(-1))
+    nothing = np.zeros(0, np.int32)
+    batch = StepBatch(nothing, nothing, nothing, nothing, jnp.asarray(cu_q_lens.reshape(-1)), nothing)
+    if "context" in way:  # real tokens lie anywhere
+        mixed = np.random.default_rng(3).permutation(T)
+        x, batch = x[:, mixed], batch._replace(real=(mixed < np.array(real)[:, None]).reshape(-1))
+    got, load = nnx.jit(lambda layer, *args: layer(*args))(layer, x.reshape(-1, 16), batch)
     want, chosen = every_expert_computed(layer, np.nan_to_num(x.reshape(-1, 16)))
     assert np.abs(want).max() > 0.1
     got, want, chosen, load = (np.asarray(a).reshape(groups, -1, a.shape[-1]) for a in (got, want, chosen, load))
+    if "context" in way:
+        got, want, chosen = (a[:, np.argsort(mixed)] for a in (got, want, chosen))
+        load = load.sum(1, keepdims=True)
     for group, count in enumerate(real):
         np.testing.assert_allclose(got[group, :count], want[group, :count], atol=LOGITS_FLOAT32, rtol=0)
         assert load[group, 0].tolist() == np.bincount(chosen[group, :count].reshape(-1), minlength=8).tolist()
