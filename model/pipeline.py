@@ -116,11 +116,12 @@ def run_stages(
             x_before, kv_pages = carry
             number = now - stage
             number = jnp.where((number >= 0) & (number < count), number, count)  # `count`: one without tokens
-            x_in = jnp.where(stage == 0, per_token(x, number), x_before)
-            x_out, kv_pages, counts = layers(
-                params, x_in, jax.tree.map(lambda a: per_token(a, number), angles), kv_pages,
-                _rows_of(own, count, number, batch),
+            x_first, tokens, positions, angles_in = jax.tree.map(
+                lambda a: per_token(a, number), (x, batch.tokens, batch.positions, angles)
             )
+            step = StepBatch(tokens, positions, *_rows_of(own, count, number, batch))
+            x_in = jnp.where(stage == 0, x_first, x_before)
+            x_out, kv_pages, counts = layers(params, x_in, angles_in, kv_pages, step)
             passed = lax.ppermute(x_out, AXIS, [(s, s + 1) for s in range(stages - 1)]) if depth > 1 else x_out
             return (passed, kv_pages), (x_out, counts)
 
@@ -148,17 +149,16 @@ def _micro_batch(groups: int, count: int, x: Float[Array, "T ..."], number: Int[
     return lax.dynamic_index_in_dim(split, number, axis=1, keepdims=False).reshape(-1, *x.shape[1:])
 
 
-def _rows_of(rules: AxisRules, count: int, number: Int[Array, ""], batch: StepBatch) -> StepBatch:
-    """The step of a micro-batch. What it says of tokens is of no use to a layer and stays that of all."""
+def _rows_of(rules: AxisRules, count: int, number: Int[Array, ""], batch: StepBatch) -> tuple[Array, ...]:
+    """`StepBatch.of_rows` of a micro-batch."""
     groups = rules.num_groups
     num_tokens, num_rows = len(batch.tokens) // groups, len(batch.kv_lens) // groups
     of_rows = partial(micro_batch_rows, num_tokens=num_tokens // count,
                       num_rows=num_rows // count if num_tokens == num_rows else num_rows)  # fmt: skip
     shapes = jax.eval_shape(of_rows, number, *(jax.ShapeDtypeStruct((x.shape[0] // groups, *x.shape[1:]), x.dtype)
                                                for x in batch.of_rows))  # fmt: skip
-    found = rules.map_over_shards(of_rows, (number, *batch.of_rows), ((), *ROW_AXES), ROW_AXES,
-                                  [(groups * s.shape[0], *s.shape[1:]) for s in shapes])  # fmt: skip
-    return StepBatch(batch.tokens, batch.positions, *found)
+    return rules.map_over_shards(of_rows, (number, *batch.of_rows), ((), *ROW_AXES), ROW_AXES,
+                                 [(groups * s.shape[0], *s.shape[1:]) for s in shapes])  # fmt: skip
 
 
 def micro_batch_rows(

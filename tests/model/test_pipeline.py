@@ -44,7 +44,7 @@ def pages_by_layer(model, pages: jax.Array) -> np.ndarray:
 @pytest.mark.parametrize("name, mesh", [
     ("olmo2", "pipeline=2,tensor=2,data=2"),
     *(pytest.param(*case, marks=SLOW) for case in (
-        ("mixtral", "pipeline=3,tensor=2"),
+        ("llama4", "pipeline=2,tensor=2"),
         ("gemma3", "pipeline=2,tensor=2"),
         ("deepseek-v3", "pipeline=2,tensor=2,data=2"),
     )),
