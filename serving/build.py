@@ -254,5 +254,6 @@ def _runner_config(config: EngineConfig, model: ModelConfig, hosts: Hosts, progr
         num_pages=config.num_pages,
         memory_share=config.gpu_memory_utilization,
         least_of_hosts=hosts.least,
+        eplb=config.eplb_config,
         progress=progress,
     )

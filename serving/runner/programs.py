@@ -25,6 +25,7 @@ class StepProgram:
     def __init__(self, model: Transformer, kernels: Kernels, *, max_num_seqs: int):
         self._structure, params = nnx.split(model)
         self.params, self._tree = jax.tree.flatten(params)
+        self.paths = [tuple(str(part) for part in path) for path, _ in nnx.to_flat_state(params)]  # of each of params
         self._config, self._rules, self._kernels, self._max_num_seqs = model.config, model.rules, kernels, max_num_seqs
         self.num_logprobs = min(MAX_LOGPROBS, model.config.vocab_size)
 
@@ -32,7 +33,9 @@ class StepProgram:
         """With their shardings. num_pages: of each data group."""
         groups = self._rules.num_groups
         layout = self._kernels.kv_layout(self._config, groups * num_pages)
-        shapes = state_shapes(layout, groups, self._max_num_seqs, self._config.vocab_size)
+        with_experts = sum(layer.moe is not None for layer in self._config.layers)
+        experts = (with_experts, self._config.num_experts) if self._config.num_experts is not None else None
+        shapes = state_shapes(layout, groups, self._max_num_seqs, self._config.vocab_size, experts)
         return with_shardings(self._rules, shapes, layout.axes)
 
     def step(self, shape: StepShape, state: DeviceState, row_pages: int) -> tuple[Any, tuple[Any, ...]]:

@@ -16,10 +16,12 @@ import numpy as np
 from model.build import Kernels
 from model.sampling import BANNED, SamplingState, TokenLogprobs
 from model.transformer import Transformer
+from serving.config import EplbConfig
 from serving.engine.plan import GroupPlan, SlotUpdate, StepPlan, StepResult
 from serving.errors import ConfigError
 from serving.request import Logprobs
 from serving.runner.compiler import CompileCounter, compile_all, compile_step
+from serving.runner.experts import ServedExperts
 from serving.runner.memory import MemoryPlan, bytes_per_device, device_memory, memory_share
 from serving.runner.packing import PackedStep, Packer
 from serving.runner.programs import StepProgram
@@ -36,6 +38,7 @@ class RunnerConfig:
     page_size: int
     num_pages: int | None  # None: what fits
     memory_share: float | None
+    eplb: EplbConfig = EplbConfig()
     least_of_hosts: Callable[[str, int], int] = lambda name, mine: mine  # of the values that all hosts have
     progress: bool = False
 
@@ -66,6 +69,9 @@ class ModelRunner:
         self._biased = [[False] * config.max_num_seqs for _ in range(self.num_groups)]
         self._counters = {"pack_seconds": 0.0, "dispatch_seconds": 0.0, "padding_tokens": 0.0}
 
+        self._experts = None
+        if kernels.experts is not None:
+            self._experts = ServedExperts(self._program, model.config, model.rules, kernels, config.eplb)
         self.memory: MemoryPlan | None = None
         self.num_pages = config.num_pages or self._fit_pages()
         self._fit_context()
@@ -113,7 +119,7 @@ class ModelRunner:
             limit=device_memory(device),
             share=memory_share(device, self._config.memory_share),
             fixed=bytes_per_device(self._params) + state,
-            temporary=analysis.temp_size_in_bytes,
+            temporary=max(analysis.temp_size_in_bytes, self._experts.temporary if self._experts is not None else 0),
             page=bytes_per_device(small.kv_pages) // 8,
         )
         # One more page than all rows at full length can use, for the scratch page.
@@ -194,7 +200,11 @@ class ModelRunner:
         started = time.perf_counter()
         for group, update in step.updates:
             self._update_slot(group, update)
+        if self._experts is not None:
+            self._experts.before_step()
         self._state, outputs = self._steps[step.shape](self._params, self._state, step.packed)
+        if self._experts is not None:
+            self._experts.after_step(outputs)
         self._counters["dispatch_seconds"] += time.perf_counter() - started
         return outputs
 
@@ -210,9 +220,11 @@ class ModelRunner:
             for index, row in enumerate(rows):
                 if row.samples and row.sampling.logprobs is not None:
                     logprobs[index] = _logprobs(host, places[index], token_ids[index], row.sampling.logprobs)
-        result = StepResult(token_ids=token_ids, logprobs=logprobs, prompt_logprobs=_prompt_logprobs(handle),
-                            device_seconds=ready - started, fetch_seconds=time.perf_counter() - ready)
-        return result
+        return StepResult(
+            token_ids=token_ids, logprobs=logprobs, prompt_logprobs=_prompt_logprobs(handle),
+            device_seconds=ready - started, fetch_seconds=time.perf_counter() - ready,
+            experts=None if self._experts is None else self._experts.news(),
+        )  # fmt: skip
 
     def stats(self) -> dict[str, float]:
         return {**self._counters, "compile_misses": self._compiles.count}

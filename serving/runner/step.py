@@ -1,7 +1,7 @@
 """The jitted step: packed inputs in, sampled tokens out, all state on the device and donated.
 
 Axis letters: G data groups; T tokens, S rows, U slots (one of a group is spare, for padding rows) of all groups, or on
-a device of its own; V vocab, n top log-probabilities.
+a device of its own; V vocab, n top log-probabilities, Lm layers with experts, E experts.
 """
 
 from functools import partial
@@ -25,22 +25,27 @@ class DeviceState(NamedTuple):
     kv_pages: jax.Array
     last_token: Int[Array, " U"]
     sampling: SamplingState
+    # Tokens that chose each expert since the start, uint32. None for a model without experts.
+    expert_load: Int[Array, "Lm E"] | None = None
 
 
 class StepOutputs(NamedTuple):
     token_ids: Int[Array, " S"]
     logprobs: TokenLogprobs  # [S]
     prompt_logprobs: TokenLogprobs  # [T]
+    expert_load: Int[Array, "Lm E"] | None = None  # as in the state, which the next step takes away
 
 
-def state_shapes(layout: KVLayout | LatentLayout, num_groups: int, max_num_seqs: int, vocab_size: int) -> DeviceState:
-    """layout: of the pages of all groups. max_num_seqs: of one group."""
+def state_shapes(layout: KVLayout | LatentLayout, num_groups: int, max_num_seqs: int, vocab_size: int,
+                 experts: tuple[int, int] | None = None) -> DeviceState:  # fmt: skip
+    """layout: of the pages of all groups. max_num_seqs: of one group. experts: (Lm, E), if there are any."""
     slots = num_groups * (max_num_seqs + 1)
 
     def make() -> DeviceState:
         per_token = (jnp.zeros((slots, vocab_size), dtype) for dtype in (jnp.float32, bool, jnp.int32))
         kv_pages = jnp.zeros(layout.shape, layout.dtype)
-        return DeviceState(kv_pages, jnp.zeros(slots, jnp.int32), SamplingState(*per_token))
+        load = None if experts is None else jnp.zeros(experts, jnp.uint32)
+        return DeviceState(kv_pages, jnp.zeros(slots, jnp.int32), SamplingState(*per_token), load)
 
     return jax.eval_shape(make)
 
@@ -51,11 +56,12 @@ def with_shardings(rules: AxisRules, shapes: DeviceState, kv_axes: Axes = KVLayo
     def shard(shape: Any, axes: Axes) -> Any:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=rules.sharding(axes, shape.shape))
 
-    kv_pages, last_token, sampling = shapes
+    kv_pages, last_token, sampling, load = shapes
     return DeviceState(
         shard(kv_pages, kv_axes),
         shard(last_token, ("slots",)),
         SamplingState(*(shard(one, ("slots", "vocab")) for one in sampling)),
+        None if load is None else shard(load, (None, None)),
     )
 
 
@@ -70,7 +76,7 @@ def run_step(
         _feed, (batch.tokens, inputs.from_device, inputs.rows.slot, state.last_token),
         (("tokens",), ("tokens",), ("rows",), ("slots",)), (("tokens",),), (batch.tokens.shape,),
     )
-    hidden, kv_pages, _ = model(state.kv_pages, batch._replace(tokens=tokens))
+    hidden, kv_pages, load = model(state.kv_pages, batch._replace(tokens=tokens))
 
     sampling_axes = ("slots", "vocab")
     vocabulary = model.vocabulary
@@ -99,7 +105,9 @@ def run_step(
         ((), ("slots",), sampling_axes),
         ((), state.last_token.shape, state.sampling.bias.shape),
     )
-    return DeviceState(kv_pages, last_token, sampling), outputs
+    if state.expert_load is not None and load is not None:
+        load = state.expert_load + load.sum(1).astype(jnp.uint32)  # of all groups
+    return DeviceState(kv_pages, last_token, sampling, load), outputs._replace(expert_load=load)
 
 
 def gather_groups(rules: AxisRules, of_group: Array) -> Array:
