@@ -42,7 +42,7 @@ class DecoderLayer(nnx.Module):
         kind: Any = Attention if config.latent is None else LatentAttention
         self.attention = kind(config, spec, rules, attention, rngs=rngs, dtype=dtype)
         if spec.moe is None:
-            self.mlp = MLP(config, config.intermediate_size, rngs=rngs, dtype=dtype)
+            self.mlp = MLP(config, config.intermediate_size, rules, rngs=rngs, dtype=dtype)
         else:
             assert experts is not None, "a layer with experts needs their matmuls"
             self.mlp = MoE(config, spec.moe, rules, experts, rngs=rngs, dtype=dtype)

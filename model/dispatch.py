@@ -65,12 +65,10 @@ class GatherTokens:
         order, sizes = _sorted(everyone.places, self.num_places)
         first = lax.axis_index(self.axes) * self.held if self.axes else 0
         rows = apply(everyone.x[order // everyone.places.shape[1]], sizes, first)
-        out = _weighted_sum(rows, everyone.weights, order)
+        out = _weighted_sum(rows, everyone.weights, order).astype(tokens.x.dtype)  # no wider numbers travel
         if both:
             out = lax.psum_scatter(out, both, tiled=True)
-        if only:
-            out = lax.psum(out, only)
-        return out.astype(tokens.x.dtype)
+        return lax.psum(out, only) if only else out
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from model.batch import ROW_AXES, StepBatch
 from model.config import LayerSpec, ModelConfig
-from model.layers import Angles, RMSNorm, normed, param, project
+from model.layers import Angles, RMSNorm, normed, param, project, project_and_sum
 from model.rope import apply_rope
 from pallas_kernels.latent_attention.api import LatentAttentionFn, LatentLayout
 from sharding.rules import AxisRules
@@ -48,7 +48,8 @@ class LatentAttention(nnx.Module):
         q_rope, rope = (apply_rope(self.rope, y, angles[self.rope]) for y in (q_rope, rope[:, None]))
         q_latent = project("tnh,rnh->tnr", q_nope, self.k_up)
         out, kv_pages = self._attend(q_latent, q_rope, self.kv_norm(latent), rope[:, 0], kv_pages, layer, batch)
-        return project("tnw,nwd->td", project("tnr,rnw->tnw", out, self.v_up), self.o), kv_pages
+        values = project("tnr,rnw->tnw", out, self.v_up)
+        return project_and_sum(self.rules, "tnw,nwd->td", values, self.o, ("heads", "head_dim")), kv_pages
 
     def _attend(self, q_latent, q_rope, latent, rope, kv_pages, layer, batch: StepBatch):
         """Each device's heads attend; all devices of a group hold, and write, the rows of its tokens."""

@@ -51,6 +51,22 @@ def project(equation: str, x: jax.Array, kernel: nnx.Param) -> jax.Array:
     return project_wide(equation, x, kernel).astype(x.dtype)
 
 
+def project_and_sum(rules: AxisRules, equation: str, x: jax.Array, kernel: nnx.Param, over: tuple[str, ...]
+                    ) -> jax.Array:  # fmt: skip
+    """A product of [T, over ...] and [over ..., D], where devices hold parts of the first axis in `over`.
+
+    A part is rounded to the dtype of x before the parts are summed, so that no wider numbers travel.
+    """
+    def part(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array]:
+        out = jnp.einsum(equation, x, kernel, preferred_element_type=jnp.float32).astype(x.dtype)
+        return (rules.sum_over(over[0], size, out),)
+
+    size, of_tokens = x.shape[1], ("tokens", "embed")
+    (out,) = rules.map_over_shards(part, (x, kernel[...]), (("tokens", *over), (*over, "embed")), (of_tokens,),
+                                   ((len(x), kernel.shape[-1]),))  # fmt: skip
+    return out
+
+
 def add(x: jax.Array, bias: nnx.Param | None) -> jax.Array:
     return x if bias is None else x + bias[...]
 
@@ -118,7 +134,8 @@ class Attention(nnx.Module):
         if self.growth is not None:
             q = (q * growth_of(self.growth, batch.positions)[:, None, None]).astype(q.dtype)
         out, kv_pages = self._attend(q, k, v, kv_pages, layer, batch)
-        return add(project("tnh,nhd->td", out, self.o), self.o_bias), kv_pages
+        out = project_and_sum(self.rules, "tnh,nhd->td", out, self.o, ("heads", "head_dim"))
+        return add(out, self.o_bias), kv_pages
 
     def _placed(self, x: Float[Array, "T N H"], angles: Angles) -> Float[Array, "T N H"]:
         """Heads of queries or keys, as their position makes them."""
@@ -154,8 +171,9 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """The gated feed-forward block: down(activation(gate(x)) * up(x)), F of this width."""
 
-    def __init__(self, config: ModelConfig, width: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+    def __init__(self, config: ModelConfig, width: int, rules: AxisRules, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         D, F = config.hidden_size, width
+        self.rules = rules
         self.activation: Activation | ClampedSwiGLU = config.activation
         self.gate = param((D, F), ("embed", "mlp"), rngs=rngs, dtype=dtype)
         self.up = param((D, F), ("embed", "mlp"), rngs=rngs, dtype=dtype)
@@ -170,4 +188,5 @@ class MLP(nnx.Module):
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         gate = add(project_wide("td,df->tf", x, self.gate), self.gate_bias)
         up = add(project_wide("td,df->tf", x, self.up), self.up_bias)
-        return add(project("tf,fd->td", gated(self.activation, gate, up).astype(x.dtype), self.down), self.down_bias)
+        hidden = gated(self.activation, gate, up).astype(x.dtype)
+        return add(project_and_sum(self.rules, "tf,fd->td", hidden, self.down, ("mlp",)), self.down_bias)

@@ -55,7 +55,7 @@ class MoE(nnx.Module):
         self.router_bias = bias
         self.experts = Experts(config, spec, rules, backend, rngs=rngs, dtype=dtype)
         has_shared, width = spec.shared_width is not None, spec.shared_width or 0
-        self.shared = MLP(config, width, rngs=rngs, dtype=dtype) if has_shared else None
+        self.shared = MLP(config, width, rules, rngs=rngs, dtype=dtype) if has_shared else None
         has_gate = has_shared and spec.shared_gate is not None
         self.shared_gate = param((D, 1), ("embed", None), rngs=rngs, dtype=dtype) if has_gate else None
 

@@ -22,7 +22,7 @@ def stored_layout(rules: AxisRules, axes: Axes, shape: Sequence[int]) -> tuple[t
         if copies > 1:
             split = sharding.spec[place]
             assert isinstance(split, str), f"{axis} has copies: it must be divided over one mesh axis, not {split}"
-            mesh = _split_axis(sharding.mesh, split, copies)
+            mesh = _split_axis(rules.mesh, split, copies)
             shape = (*shape[:place], shape[place] // copies, *shape[place + 1 :])
             sharding = NamedSharding(mesh, sharding.spec)
     return shape, sharding

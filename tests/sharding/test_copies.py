@@ -85,6 +85,7 @@ class Counting:
     def __init__(self, source):
         self._source, self.read_elements = source, dict.fromkeys(source.names(), 0)
         self.location, self.names, self.shape = source.location, source.names, source.shape
+        self.close = source.close
 
     def read(self, name, index=None):
         found = self._source.read(name, index)
