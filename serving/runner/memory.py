@@ -34,7 +34,7 @@ class MemoryPlan:
                 f"({self.share:.2%} of {self.limit / 1e9:.2f} GB); raise --gpu-memory-utilization, lower "
                 "--max-num-batched-tokens or use more devices"
             )
-        grid = max(1 << (pages.bit_length() - 6), 1)
+        grid = 1 << max(pages.bit_length() - 6, 0)
         return pages // grid * grid
 
 
