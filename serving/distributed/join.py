@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import jax
 
 from serving.config import HostPlan
+from serving.distributed.cache import write_own_cache
 from serving.distributed.following import join_leader
 from serving.distributed.hosts import Alone, Hosts
 from serving.distributed.leading import listen, wait_for_followers
@@ -24,6 +25,8 @@ def join_hosts(plan: HostPlan | None, fingerprint: Mapping[str, str]) -> Hosts:
     else:
         hosts = join_leader(plan, fingerprint)
     _start_jax(hosts)
+    if plan.rank > 0:
+        write_own_cache(plan.rank)
     return hosts
 
 

@@ -34,9 +34,7 @@ class LeaderHosts(Hosts):
     """Made by `wait_for_followers`."""
 
     def __init__(self, plan: HostPlan, followers: Mapping[int, Connection]):
-        peers = {rank: connection.peer for rank, connection in followers.items()}
-        addresses = (known or peers.get(rank, "") for rank, known in enumerate(plan.addresses))
-        super().__init__(replace(plan, addresses=tuple(addresses)))
+        super().__init__(plan)
         self._followers = dict(sorted(followers.items()))
         self._encoder = msgspec.msgpack.Encoder()
         self._arrived = threading.Condition()
@@ -129,6 +127,8 @@ def wait_for_followers(plan: HostPlan, listener: socket.socket, fingerprint: Map
     with listener:
         followers = _Gathering(plan, listener).run()
     hosts, differing = {rank: connection for rank, (connection, _) in followers.items()}, ""
+    addresses = (known or (hosts[rank].peer if rank else "") for rank, known in enumerate(plan.addresses))
+    plan = replace(plan, addresses=tuple(addresses))
     for rank, (_, hello) in sorted(followers.items()):
         if not differing and (difference := describe_difference(fingerprint, hello.fingerprint)):
             differing = f"{plan.name(rank)} differs from host 0 in {difference}"

@@ -7,9 +7,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 
 import httpx
 import psutil
@@ -17,6 +17,7 @@ import psutil
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 300  # a cold compilation cache on a slow machine
 READY = re.compile(r"Ready after .* at (http://\S+)/v1")
+NONE: Mapping[str, str] = MappingProxyType({})
 GRPC = re.compile(r"gRPC .* at (\S+)")
 
 
@@ -44,12 +45,14 @@ def wait_until(condition: Callable[[], object], seconds: float, what: str) -> No
 
 
 class Process:
-    """A child that logs to a file. Leaving the `with` block kills it and all that it has started."""
+    """A child that logs to a file. Leaving the `with` block kills it and all that it has started. `variables` join its
+    environment."""
 
-    def __init__(self, command: list[str], log: Path):
+    def __init__(self, command: list[str], log: Path, variables: Mapping[str, str] = NONE):
         self.log_path = log
         with log.open("wb") as out:
-            self.popen = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=environment())
+            self.popen = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT,
+                                          env={**environment(), **variables})  # fmt: skip
         self.pid = self.popen.pid
 
     @property
@@ -91,8 +94,8 @@ class Process:
 class Server(Process):
     """A server that is ready. Ports are free ones; `flags` come after those that every server here gets."""
 
-    def __init__(self, *flags: str, log: Path):
-        super().__init__(serve("--port", "0", "--grpc-port", "0", "--dtype", "float32", *flags), log)
+    def __init__(self, *flags: str, log: Path, variables: Mapping[str, str] = NONE):
+        super().__init__(serve("--port", "0", "--grpc-port", "0", "--dtype", "float32", *flags), log, variables)
         try:
             self.url = self.wait_for(READY, START_SECONDS)[1]
             self.grpc_address = self.wait_for(GRPC, 10)[1]
