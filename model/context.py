@@ -14,9 +14,11 @@ H head dim.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 
 from model.batch import ROW_AXES, StepBatch
@@ -26,8 +28,11 @@ from pallas_kernels.ring_attention import api as ring
 from sharding.rules import Axes, AxisRules
 
 AXIS = "context"
-MAX_CHUNKS = 8  # of a spread step: the ring's plan must fit a TPU's scalar memory
 Plans = Mapping[int, ring.RingPlan]  # by the window, 0: none
+
+
+_Model = TypeVar("_Model", bound=nnx.Module)
+_Tree = TypeVar("_Tree")
 
 
 def spread_rules(rules: AxisRules) -> AxisRules:
@@ -35,35 +40,59 @@ def spread_rules(rules: AxisRules) -> AxisRules:
     return replace(rules, rules={**rules.rules, "tokens": ("data", AXIS)})
 
 
+def spread_model(model: _Model) -> _Model:
+    """The same model under `spread_rules`."""
+    for _, part in nnx.iter_graph(model):
+        if isinstance(rules := getattr(part, "rules", None), AxisRules):
+            part.rules = spread_rules(rules)
+    return model
+
+
 def is_spread(rules: AxisRules) -> bool:
     return AXIS in rules.rules["tokens"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spread:
-    """A step's tokens on their places, and the way back."""
+class WaysBack(NamedTuple):
+    """From a spread step to the order of its rows; used within `map_over_shards`, where a device has one group's."""
+
+    last: jax.Array  # [G, S] place of each row's last token
+    place: jax.Array  # [G, T] of each token
+
+    def last_hidden(self, hidden: jax.Array) -> jax.Array:
+        """[S, D] on all devices, from hidden states [T / C, D]."""
+        here = self.last[0] - lax.axis_index(AXIS) * len(hidden)
+        held = (here >= 0) & (here < len(hidden))
+        return lax.psum(jnp.where(held[:, None], hidden[jnp.where(held, here, 0)], 0), AXIS)
+
+    def packed(self, tree: _Tree) -> _Tree:
+        """A tree of [T / C, ...] as [T, ...], on all devices."""
+        return jax.tree.map(lambda x: lax.all_gather(x, AXIS, tiled=True)[self.place[0]], tree)
+
+
+class Spread(NamedTuple):
+    """A step's tokens on their places."""
 
     batch: StepBatch
-    order: ring.Order  # of each group, [G T]
-    last: jax.Array  # [G S] place of each row's last token, within its group
+    targets: jax.Array  # [G T]
+    ways_back: WaysBack
 
 
-def spread_step(rules: AxisRules, batch: StepBatch) -> Spread:
-    """From a step in the order of its rows to one under `spread_rules`."""
-    devices = rules.mesh.shape[AXIS]
-    tokens = ("packed_tokens",)
+def spread_step(rules: AxisRules, batch: StepBatch, targets: jax.Array) -> Spread:
+    """From a step in the order of its rows to one under `spread_rules`. targets: of its tokens."""
+    devices, groups, tokens = rules.mesh.shape[AXIS], rules.num_groups, ("packed_tokens",)
 
-    def local(values, *of_rows: jax.Array):
+    def local(of_tokens, *of_rows: jax.Array):
         rows = ring.Rows(*of_rows)
-        order = ring.spread_order(rows, devices, len(values[0]))
+        order = ring.spread_order(rows, devices, len(of_tokens[0]))
         last = order.place[jnp.maximum(rows.cu_q_lens[1:] - 1, 0)]
-        return (*(order.spread(x) for x in values), order.source < len(values[0])), order, last
+        real = order.source < len(order.source)
+        return (real, *map(order.spread, of_tokens)), WaysBack(last[None], order.place[None])
 
-    (ids, positions, real), order, last = rules.map_over_shards(
-        local, ((batch.tokens, batch.positions), *batch.of_rows), (tokens, *ROW_AXES), (tokens, tokens, ("rows",)),
-        (batch.tokens.shape, batch.tokens.shape, batch.kv_lens.shape),
+    (real, ids, positions, targets), ways_back = rules.map_over_shards(
+        local, ((batch.tokens, batch.positions, targets), *batch.of_rows), (tokens, *ROW_AXES),
+        (tokens, ("groups", None)), (batch.tokens.shape, (groups, len(batch.tokens) // groups)),
     )  # fmt: skip
-    return Spread(batch=batch._replace(tokens=ids, positions=positions, real=real), order=order, last=last)
+    return Spread(batch._replace(tokens=ids, positions=positions, real=real), targets, ways_back)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +121,7 @@ class ContextAttention:
             return {}
         if is_spread(rules):
             per_device, row_pages = num_tokens // self.devices, batch.page_table.shape[1]
-            chunks, stored = min(MAX_CHUNKS, num_rows), self.paged.layout(1, 1, self.paged.spec.num_kv_heads)
+            chunks, stored = min(ring.MAX_CHUNKS, num_rows), self.paged.layout(1, 1, self.paged.spec.num_kv_heads)
             config = self.ring.config(num_tokens=per_device, num_rows=chunks, row_pages=row_pages, devices=self.devices,
                                       row_dim=stored.row_dim, side_by_side=stored.side_by_side)  # fmt: skip
             make = partial(ring.spread_plan, num_tokens=per_device, num_chunks=chunks, config=config)

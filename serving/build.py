@@ -40,6 +40,7 @@ from serving.request import EngineInfo
 from serving.runner.compiler import use_persistent_cache
 from serving.runner.placing import place_experts, stored_shape
 from serving.runner.runner import ModelRunner, RunnerConfig
+from serving.runner.shapes import Spreading
 from serving.tokenizer.load import load_tokenizer
 from sharding.copies import stored_layout, with_copies, without_copies
 from sharding.mesh import MeshError, make_mesh, parse_mesh
@@ -229,8 +230,24 @@ def _build(config: EngineConfig, hosts: Hosts, progress: bool) -> Built:
 
 
 def _page_size(config: EngineConfig) -> int:
-    """Short pages share more of a prefix. A copy of one on a GPU or TPU must be long enough to pay."""
-    return config.block_size or {"gpu": 64, "tpu": 128}.get(jax.default_backend(), 16)
+    """Of a page on all devices of the context axis together.
+
+    Short pages share more of a prefix. A copy of one on a GPU or TPU must be long enough to pay."""
+    on_a_device = config.block_size or {"gpu": 64, "tpu": 128}.get(jax.default_backend(), 16)
+    return on_a_device * parse_mesh(config.mesh).context
+
+
+def _spreading(config: EngineConfig, max_num_batched_tokens: int) -> Spreading | None:
+    context, threshold = parse_mesh(config.mesh).context, config.context_parallel_threshold
+    if context == 1:
+        if threshold is not None:
+            raise ConfigError(f"--context-parallel-threshold {threshold}: --mesh {config.mesh} has no context axis; "
+                              "--mesh context=2 has")  # fmt: skip
+        return None
+    if threshold is not None and threshold > max_num_batched_tokens:
+        raise ConfigError(f"--context-parallel-threshold {threshold}: no step has more than --max-num-batched-tokens "
+                          f"{max_num_batched_tokens}")  # fmt: skip
+    return Spreading(context=context, threshold=threshold or min(1024, max_num_batched_tokens))
 
 
 def _runner_config(config: EngineConfig, model: ModelConfig, hosts: Hosts, progress: bool) -> RunnerConfig:
@@ -253,6 +270,7 @@ def _runner_config(config: EngineConfig, model: ModelConfig, hosts: Hosts, progr
         page_size=_page_size(config),
         num_pages=config.num_pages,
         memory_share=config.gpu_memory_utilization,
+        spreading=_spreading(config, tokens),
         least_of_hosts=hosts.least,
         eplb=config.eplb_config,
         progress=progress,

@@ -66,6 +66,7 @@ class EngineConfig:
     max_model_len: int | None = None  # tokens, prompt and output together
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None  # token budget of a step
+    context_parallel_threshold: int | None = None  # tokens of a step that the context axis shares out; None: 1024
     long_prefill_token_threshold: int = 0  # most prompt tokens one sequence may bring to a step; 0: no limit
     block_size: int | None = None  # tokens in a KV page
     num_pages: int | None = None  # None: what fits
@@ -83,7 +84,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_pages",
-                     "max_num_waiting"):
+                     "context_parallel_threshold", "max_num_waiting"):
             _at_least(1, name, getattr(self, name))
         _at_least(0, "long_prefill_token_threshold", self.long_prefill_token_threshold)
         if not self.enable_eplb and self.eplb_config != EplbConfig():

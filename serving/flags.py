@@ -66,6 +66,7 @@ def parse_flags(argv: Sequence[str], environment: Mapping[str, str] | None = Non
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
+        context_parallel_threshold=args.context_parallel_threshold,
         long_prefill_token_threshold=args.long_prefill_token_threshold,
         block_size=args.block_size,
         num_pages=args.num_pages,
@@ -126,6 +127,9 @@ def _parser() -> _Parser:
                          help="auto: the device's kernel where it fits, else xla; a kernel on a CPU is simulated")
     for axis, flag in _SIZE_FLAGS.items():
         devices.add_argument(flag, type=int, metavar="N", help=f"as --mesh {axis}=N")
+    devices.add_argument("--context-parallel-threshold", type=int, metavar="TOKENS",
+                         help="steps of so many tokens and more are shared out over the context axis (default: 1024, "
+                         "or a full step where that is less)")
     devices.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE",
                          help="share of device memory to use (default: 0.9; on a CPU 0.1 of the host's)")
     devices.add_argument("--num-pages", type=int, metavar="N", help="KV pages, if not as many as fit")

@@ -40,14 +40,22 @@ from pallas_kernels.ring_attention.plan import (
     ring_plan,
     write_positions,
 )
-from pallas_kernels.ring_attention.striped import Order, Rows, shared_plan, spread_order, spread_plan, tokens_needed
+from pallas_kernels.ring_attention.striped import (
+    MAX_CHUNKS,
+    Order,
+    Rows,
+    shared_plan,
+    spread_order,
+    spread_plan,
+    tokens_needed,
+)
 from pallas_kernels.ring_attention.xla import LocalAttention, shared_attention
 
 __all__ = [
-    "AttentionSpec", "Backend", "Layout", "LocalAttention", "Order", "Positions", "RingBatch", "RingConfig", "RingFn",
-    "RingPlan", "Rows", "StoredPositions", "StripedPositions", "choose_backend", "context_decode_attention", "lay_out",
-    "owners", "ring_plan", "shared_attention", "shared_plan", "spread_order", "spread_plan", "tokens_needed",
-    "unmasked_pairs", "write_decode_positions", "write_positions", "xla_config",
+    "MAX_CHUNKS", "AttentionSpec", "Backend", "Layout", "LocalAttention", "Order", "Positions", "RingBatch",
+    "RingConfig", "RingFn", "RingPlan", "Rows", "StoredPositions", "StripedPositions", "choose_backend",
+    "context_decode_attention", "lay_out", "owners", "ring_plan", "shared_attention", "shared_plan", "spread_order",
+    "spread_plan", "tokens_needed", "unmasked_pairs", "write_decode_positions", "write_positions", "xla_config",
 ]  # fmt: skip
 
 

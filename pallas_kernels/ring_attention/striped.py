@@ -29,6 +29,8 @@ from pallas_kernels.ring_attention.plan import (
     writes_of,
 )
 
+MAX_CHUNKS = 8  # of a spread step, over all devices: the ring's plan must fit a TPU's scalar memory
+
 
 class Rows(NamedTuple):
     """A step's rows, as `ragged_paged_attention` has them, of all devices together."""
@@ -108,7 +110,7 @@ def _index_in_row(kv_lens, cu_q_lens, num_tokens: int):
 
 def spread_plan(rows: Rows, device: jax.Array, *, devices: int, num_tokens: int, num_chunks: int, page_size: int,
                 axis_name: str, config: RingConfig, window: int | None) -> RingPlan:  # fmt: skip
-    """Of `device`, with its num_tokens (T) of a step in `spread_order`. num_chunks: the most the step may have (R)."""
+    """Of `device`, with its num_tokens (T) of a step in `spread_order`. num_chunks: the most it may have (R)."""
     config.check_page_size(page_size)
     chunks = _chunks(rows, num_chunks)
 

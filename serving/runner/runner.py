@@ -25,7 +25,7 @@ from serving.runner.experts import ServedExperts
 from serving.runner.memory import MemoryPlan, bytes_per_device, device_memory, memory_share
 from serving.runner.packing import PackedStep, Packer
 from serving.runner.programs import StepProgram
-from serving.runner.shapes import StepShape, pick_shape, step_shapes
+from serving.runner.shapes import Spreading, StepShape, pick_shape, step_shapes
 from serving.runner.step import DeviceState, StepOutputs, set_bias, set_counts
 
 
@@ -39,6 +39,7 @@ class RunnerConfig:
     num_pages: int | None  # None: what fits
     memory_share: float | None
     eplb: EplbConfig = EplbConfig()
+    spreading: Spreading | None = None  # over the context axis, if the mesh has one
     least_of_hosts: Callable[[str, int], int] = lambda name, mine: mine  # of the values that all hosts have
     progress: bool = False
 
@@ -65,7 +66,7 @@ class ModelRunner:
         self.max_num_seqs, self.max_num_batched_tokens = config.max_num_seqs, config.max_num_batched_tokens
         self.max_model_len, self.page_size = config.max_model_len, config.page_size
         self.vocab_size, self.num_groups = model.config.vocab_size, model.rules.num_groups
-        self.shapes = step_shapes(config.max_num_seqs, config.max_num_batched_tokens)
+        self.shapes = step_shapes(config.max_num_seqs, config.max_num_batched_tokens, config.spreading)
         self._biased = [[False] * config.max_num_seqs for _ in range(self.num_groups)]
         self._counters = {"pack_seconds": 0.0, "dispatch_seconds": 0.0, "padding_tokens": 0.0}
 
@@ -186,7 +187,8 @@ class ModelRunner:
         updates = [(index, update) for index, group in enumerate(plan.groups) for update in group.slot_updates]
         for index, update in updates:
             self._biased[index][update.slot] = _is_biased(update)
-        shape = pick_shape(self.shapes, [(group.num_tokens, len(group.rows)) for group in plan.groups])
+        shape = pick_shape(self.shapes, [[row.num_tokens for row in group.rows] for group in plan.groups],
+                           self._config.spreading)
         packed = self._packer.pack(plan, shape, self._biased)
         self._counters["padding_tokens"] += self.num_groups * shape.num_tokens - plan.num_tokens
         self._counters["pack_seconds"] += time.perf_counter() - started

@@ -1,40 +1,82 @@
 """The closed set of step shapes: everything the engine can run is compiled before it serves.
 
-A shape is T tokens x S rows of each data group, padded up. T == S: decode rows only, one token each. T > S: anything.
+A shape is T tokens x S rows of each data group, padded up. T == S: decode rows only, one token each. T > S: anything,
+unless its tokens are spread over a context axis: then T / context on each of its devices, and few chunks of prompts.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from pallas_kernels.ring_attention.api import MAX_CHUNKS, tokens_needed
+
+_UNIT = 16  # tokens of a spread step on a device come in multiples of it; one more holds what rows do not divide into
 
 
 @dataclass(frozen=True, order=True)
 class StepShape:
     num_tokens: int  # T
     num_rows: int  # S
+    context: int = 1  # devices of the context axis that share out the tokens
 
     def __str__(self) -> str:
-        return f"{self.num_tokens} tokens x {self.num_rows} rows"
+        spread = f", spread over context={self.context}" if self.context > 1 else ""
+        return f"{self.num_tokens} tokens x {self.num_rows} rows{spread}"
+
+    def holds(self, lengths: Sequence[int]) -> bool:
+        """lengths: tokens of each row of a group."""
+        if len(lengths) > self.num_rows:
+            return False
+        if self.context == 1:
+            return sum(lengths) <= self.num_tokens
+        chunks = [length for length in lengths if length > 1]
+        needed = tokens_needed(self.context, len(lengths) - len(chunks), chunks)
+        return len(chunks) <= MAX_CHUNKS and needed <= self.num_tokens
 
 
-def step_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[StepShape, ...]:
+@dataclass(frozen=True, kw_only=True)
+class Spreading:
+    """Steps of at least so many tokens of a group are spread over the devices of the context axis."""
+
+    context: int
+    threshold: int
+
+    def holds(self, groups: Sequence[Sequence[int]]) -> bool:
+        return max(map(sum, groups)) >= self.threshold
+
+
+def step_shapes(
+    max_num_seqs: int, max_num_batched_tokens: int, spreading: Spreading | None = None
+) -> tuple[StepShape, ...]:
     """Powers of two: decode shapes from 2 rows (one-row products are slow on CPU); a small mixed shape, so that a short
     prompt on an idle server is quick; mixed shapes with all rows. The largest shape comes last.
     """
     rows = _powers(2, max_num_seqs)
     most = rows[-1]
     tokens = _powers(max(2 * most, 64), max(max_num_batched_tokens, 2 * most))
-    return (*(StepShape(r, r) for r in rows), StepShape(32, min(most, 8)), *(StepShape(t, most) for t in tokens))
+    mixed = [StepShape(32, min(most, 8)), *(StepShape(t, most) for t in tokens)]
+    return (*(StepShape(r, r) for r in rows), *_spread(tokens, most, spreading), *mixed)
 
 
-def pick_shape(shapes: Sequence[StepShape], groups: Sequence[tuple[int, int]]) -> StepShape:
-    """The smallest shape that holds (tokens, rows) of every data group. Raises ValueError if none does: the scheduler
-    broke its limits."""
-    num_tokens, num_rows = (max(sizes) for sizes in zip(*groups, strict=True))
-    decode_only = all(tokens == rows for tokens, rows in groups)
+def _spread(tokens: Sequence[int], rows: int, spreading: Spreading | None) -> list[StepShape]:
+    if spreading is None:
+        return []
+    devices, wanted = spreading.context, [t for t in tokens if t >= spreading.threshold]
+    return [StepShape(devices * _UNIT * (-(-t // (devices * _UNIT)) + 1), rows, devices) for t in wanted]
+
+
+def pick_shape(
+    shapes: Sequence[StepShape], groups: Sequence[Sequence[int]], spreading: Spreading | None = None
+) -> StepShape:
+    """The smallest shape that holds the rows of every data group, of which the tokens are given; spread where that is
+    wanted and possible. Raises ValueError if none does: the scheduler broke its limits."""
+    decode_only = all(length == 1 for lengths in groups for length in lengths)
+    spread = spreading is not None and not decode_only and spreading.holds(groups)
     for shape in shapes:
-        fits = num_tokens <= shape.num_tokens and num_rows <= shape.num_rows
-        if fits and (decode_only or shape.num_tokens > shape.num_rows):
+        if (shape.context > 1 and not spread) or (shape.num_tokens == shape.num_rows and not decode_only):
+            continue
+        if all(map(shape.holds, groups)):
             return shape
+    num_tokens, num_rows = max(map(sum, groups)), max(map(len, groups))
     raise ValueError(f"no compiled shape holds {num_tokens} tokens of {num_rows} rows; the largest is {shapes[-1]}")
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from model.context import WaysBack, spread_model, spread_step
 from model.sampling import SamplingFlags, SamplingRows, SamplingState, TokenLogprobs, prompt_logprobs, sample
 from model.transformer import Transformer, last_hidden
 from pallas_kernels.latent_attention.api import LatentLayout
@@ -71,20 +72,26 @@ def run_step(
 ) -> tuple[DeviceState, StepOutputs]:
     """One ragged step: forward pass, sampling, and the tokens stored for the next step to pick up."""
     rules, inputs = model.rules, unpack(packed, shape, row_pages)
-    batch = inputs.batch
+    batch, targets, spread = inputs.batch, inputs.prompt_targets, None
+    packed_tokens = ("packed_tokens",)
     (tokens,) = rules.map_over_shards(
         _feed, (batch.tokens, inputs.from_device, inputs.rows.slot, state.last_token),
-        (("tokens",), ("tokens",), ("rows",), ("slots",)), (("tokens",),), (batch.tokens.shape,),
+        (packed_tokens, packed_tokens, ("rows",), ("slots",)), (packed_tokens,), (batch.tokens.shape,),
     )
-    hidden, kv_pages, load = model(state.kv_pages, batch._replace(tokens=tokens))
+    batch = batch._replace(tokens=tokens)
+    if shape.context > 1:
+        spread, model = spread_step(rules, batch, targets), spread_model(model)
+        batch, targets = spread.batch, spread.targets
+    hidden, kv_pages, load = model(state.kv_pages, batch)
 
     sampling_axes = ("slots", "vocab")
     vocabulary = model.vocabulary
 
-    def finish(hidden, matrix, cu_q_lens, rows: SamplingRows, flags, targets, last_token, sampling):
+    def finish(hidden, matrix, cu_q_lens, ways_back: WaysBack | None, rows: SamplingRows, flags, targets, last_token,
+               sampling):  # fmt: skip
         """On each device: its group's rows, its part of the vocabulary."""
         enabled, project = SamplingFlags(*flags[0]), partial(model.project, matrix)
-        logits = project(last_hidden(hidden, cu_q_lens))
+        logits = project(last_hidden(hidden, cu_q_lens) if ways_back is None else ways_back.last_hidden(hidden))
         token, logprobs, sampling = sample(logits, rows, enabled, sampling, num_logprobs=num_logprobs,
                                            vocabulary=vocabulary)
         of_prompt = prompt_logprobs(hidden, targets, enabled.prompt_logprobs, project, num_logprobs=num_logprobs,
@@ -93,15 +100,16 @@ def run_step(
         outputs = StepOutputs(
             gather_groups(rules, token),
             _where_wanted(rules, enabled.logprobs, logprobs),
-            _where_wanted(rules, enabled.prompt_logprobs, of_prompt),
+            _where_wanted(rules, enabled.prompt_logprobs, of_prompt, ways_back),
         )
         return outputs, last_token, sampling
 
-    outputs, last_token, sampling = rules.map_over_shards(
+    outputs, last_token, sampling = model.rules.map_over_shards(
         finish,
-        (hidden, model.output_matrix, batch.cu_q_lens, inputs.rows, inputs.flags, inputs.prompt_targets,
-         state.last_token, state.sampling),
-        (("tokens",), ("vocab", "embed"), ("groups",), ("rows",), ("groups",), ("tokens",), ("slots",), sampling_axes),
+        (hidden, model.output_matrix, batch.cu_q_lens, spread and spread.ways_back, inputs.rows, inputs.flags,
+         targets, state.last_token, state.sampling),
+        (("tokens",), ("vocab", "embed"), ("groups",), ("groups", None), ("rows",), ("groups",), ("tokens",),
+         ("slots",), sampling_axes),
         ((), ("slots",), sampling_axes),
         ((), state.last_token.shape, state.sampling.bias.shape),
     )
@@ -116,11 +124,16 @@ def gather_groups(rules: AxisRules, of_group: Array) -> Array:
     return lax.all_gather(of_group, over, tiled=True) if over else of_group
 
 
-def _where_wanted(rules: AxisRules, wanted: Bool[Array, ""], of_group: TokenLogprobs) -> TokenLogprobs:
+def _where_wanted(rules: AxisRules, wanted: Bool[Array, ""], of_group: TokenLogprobs,
+                  ways_back: WaysBack | None = None) -> TokenLogprobs:  # fmt: skip
     """Of all groups, where a request asked; otherwise zeros that nobody sends."""
-    every = partial(jax.tree.map, partial(gather_groups, rules))
-    if rules.num_groups == 1:
+    if rules.num_groups == 1 and ways_back is None:
         return of_group
+
+    def every(of_group: TokenLogprobs) -> TokenLogprobs:
+        of_group = of_group if ways_back is None else ways_back.packed(of_group)
+        return jax.tree.map(partial(gather_groups, rules), of_group)
+
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(every, of_group))
     return lax.cond(wanted, lambda: every(of_group), lambda: zeros)
 
