@@ -10,6 +10,7 @@ from model.config import ModelConfig
 from model.context import ContextAttention, choose_context_attention
 from model.expert_options import DEFAULT, ExpertOptions, choose_experts, expert_rules
 from model.experts import ExpertsBackend
+from model.fitting import check_tensor
 from model.transformer import Transformer, abstract_model
 from pallas_kernels.latent_attention import api as latent_attention
 from pallas_kernels.latent_attention.api import LatentLayout
@@ -37,8 +38,12 @@ class Kernels:
 def model_rules(config: ModelConfig, mesh: jax.sharding.Mesh, options: ExpertOptions = DEFAULT) -> AxisRules:
     """Raises MeshError where the model cannot be divided as the mesh wants."""
     pipeline.check(config, mesh)
+    tensor = mesh.shape["tensor"]
+    better = check_tensor(config, tensor) if tensor > 1 else None
     rules = expert_rules(axis_rules(mesh, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads), options)
-    if config.latent is not None and (tensor := mesh.shape["tensor"]) > 1:
+    if better is not None:
+        rules.replicated["attention"] += f"; {better}"
+    if config.latent is not None and tensor > 1:
         rules.replicated["latent KV pages"] = f"all heads attend to one row a token: each of tensor={tensor} holds it"
     return rules
 

@@ -4,9 +4,10 @@ Mesh axes: `data` (groups of sequences with page pools of their own), `pipeline`
 tokens of a sequence), `tensor` (heads, ffn and vocabulary).
 """
 
+import difflib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -14,6 +15,11 @@ import numpy as np
 
 # From the outermost: tensor's collectives are the most frequent, so its devices are neighbours.
 AXES = ("data", "pipeline", "context", "tensor")
+
+
+_MEANT = {"tp": "tensor", "dp": "data", "pp": "pipeline", "cp": "context", "sp": "context",
+          **dict.fromkeys(("ep", "expert", "experts"), "--enable-expert-parallel, which divides experts over data and "
+                          "tensor")}  # fmt: skip
 
 
 class MeshError(ValueError):
@@ -54,7 +60,9 @@ def parse_mesh(text: str) -> MeshSpec:
             if not named:
                 raise MeshError(f"--mesh {text!r} is neither TENSORxDATA (8x1) nor axis=size pairs (tensor=4,data=2)")
             if named[1] not in AXES:
-                raise MeshError(f"--mesh {text!r}: unknown axis {named[1]!r}, known axes are {', '.join(AXES)}")
+                meant = _MEANT.get(named[1]) or "".join(difflib.get_close_matches(named[1], AXES, n=1))
+                hint = f"; did you mean {meant}?" if meant else ""
+                raise MeshError(f"--mesh {text!r}: unknown axis {named[1]!r}, known axes are {', '.join(AXES)}{hint}")
             if named[1] in sizes:
                 raise MeshError(f"--mesh {text!r}: axis {named[1]!r} is given twice")
             sizes[named[1]] = int(named[2])
@@ -72,6 +80,16 @@ def make_mesh(spec: MeshSpec, devices: Sequence[Any] | None = None) -> jax.shard
             hint = f"; XLA_FLAGS=--xla_force_host_platform_device_count={spec.num_devices} simulates them on a CPU"
         raise MeshError(
             f"--mesh {spec} needs {spec.num_devices} devices, this process has {len(devices)} "
-            f"({devices[0].platform}); --mesh {len(devices)}x1 would fit{hint}"
+            f"({devices[0].platform}); --mesh {_shrunk(spec, len(devices))} would fit{hint}"
         )
     return jax.sharding.Mesh(np.array(devices[: spec.num_devices]).reshape(spec.sizes), AXES)
+
+
+def _shrunk(spec: MeshSpec, num_devices: int) -> MeshSpec:
+    """The mesh with its axes made smaller, `data` first, until it fits."""
+    for axis in AXES:
+        fewest = replace(spec, **{axis: 1})
+        if fewest.num_devices <= num_devices:
+            return replace(spec, **{axis: num_devices // fewest.num_devices})
+        spec = fewest
+    return spec

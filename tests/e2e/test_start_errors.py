@@ -2,19 +2,19 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.e2e.servers import Process, serve
+from tests.e2e.servers import NONE, Process, serve
 from tests.e2e.tiny_model import DIM, tensors, write_tiny_model
 
 
-def refusal(folder: Path, *flags: str) -> str:
+def refusal(folder: Path, *flags: str, variables: Mapping[str, str] = NONE) -> str:
     """The line that it prints."""
-    with Process(serve("--port", "0", *flags), folder / "log") as process:
+    with Process(serve("--port", "0", *flags), folder / "log", variables) as process:
         assert process.wait(120) == 2, process.log
         lines = process.log.replace("\r", "\n").splitlines()
     lines = [line for line in lines if line and "Loading weights" not in line]
@@ -49,7 +49,7 @@ def test_flags(flags: tuple[str, ...], tmp_path: Path):
 
 MESHES = {
     "3x3": ("9 devices", "has 1"), "2x1": ("2 devices", "has 1"), "pancake=2": ("pancake",), "0x1": ("0",),
-    "2x": ("2x",), "tensor=two": ("two",),
+    "2x": ("2x",), "tensor=two": ("two",), "tp=2": ("'tp'", "tensor"), "pipeline=2": ("2 devices", "data=1"),
 }  # fmt: skip
 
 
@@ -58,6 +58,12 @@ def test_meshes(mesh: str, tmp_path: Path):
     line = refusal(tmp_path, "--mesh", mesh)
     for part in MESHES[mesh]:
         assert part in line
+
+
+def test_a_mesh_that_divides_nothing(tmp_path: Path, tiny_flags: tuple[str, ...]):
+    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=5"}
+    line = refusal(tmp_path, *tiny_flags, "--mesh", "5x1", variables=devices)
+    assert "tensor=5" in line and "4 heads with 2 kv heads" in line and "tensor=2 or 4" in line
 
 
 def _not_a_model(folder: Path) -> Path:

@@ -240,9 +240,10 @@ def test_depth_does_not_make_the_program_longer():
 
     def size(kinds: str) -> int:
         config = config_of(kinds)
-        structure, state = nnx.split(harness.shapes_of(config))
+        model = harness.shapes_of(config)
+        structure, state = nnx.split(model)
         step = harness.batch([([1, 2], 0)], num_tokens=4, num_rows=4)
-        pages = harness.kv_pages(config)
+        pages = harness.kv_pages(model)
         jaxpr = jax.make_jaxpr(lambda state, pages: nnx.merge(structure, state)(pages, step))(state, pages)
         return str(jaxpr).count("scan[")
 
