@@ -344,7 +344,7 @@ def test_latent_pages_are_what_the_papers_say():
     assert rules.spec(layout.axes, layout.shape) == jax.sharding.PartitionSpec(None, None, None, None)
     assert "latent KV pages" in rules.replicated
     assert kernels.attention.spec.num_heads == 16 and kernels.experts is not None
-    assert kernels.experts.spec.num_experts == 32
+    assert kernels.experts.matmuls.spec.num_experts == 32
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="the GPU kernel needs jax 0.12 or newer")
