@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 
+from scripts.bench_scheduler import Workload, make_scheduler, step_seconds
 from tests.engine.fake_runner import FakeRunner
 from tests.engine.harness import Harness, make_request, random_tokens
 
@@ -136,18 +137,28 @@ def test_a_long_conversation_waits_for_its_busy_group():
     harness.run()
 
 
+def test_conversations_come_back_to_their_groups():
+    shares = []
+    for num_groups in (1, 4):
+        scheduler = make_scheduler(64, num_groups)
+        step_seconds(scheduler, Workload(40, 800, 64, (8, 9), num_waiting=48), 64, 200)
+        stats = scheduler.snapshot()
+        shares.append(stats.prompt_tokens_cached / stats.prompt_tokens)
+        assert all(group.num_running for group in stats.groups)
+    assert shares[1] > 0.9 * shares[0] > 0.8
+
+
 # ---- room
 
 
 def test_what_has_no_room_in_one_group_runs_in_another():
-    harness = make_harness(num_pages=41)
-    add(harness, ["first"], random_tokens(Random(5), 100), max_tokens=2)
-    run_all(harness)
-    again = random_tokens(Random(5), 100)
-    add(harness, ["owner"], again, max_tokens=40)
+    harness = make_harness(num_pages=111, budget=512)
+    known = random_tokens(Random(5), 300)
+    harness.add(make_request("owner", known, max_tokens=40))
     harness.step()
     assert running(harness) == [["owner"], []]
-    add(harness, ["big"], again[:60] + random_tokens(Random(6), 60), max_tokens=10)  # 34 pages; 15 are cached
+    # 100 pages, of which the first group has 60 and could have 34 more
+    harness.add(make_request("big", known[:240] + random_tokens(Random(6), 160), max_tokens=10))
     harness.step()
     assert running(harness) == [["owner"], ["big"]]
     harness.run()
@@ -165,6 +176,23 @@ def test_a_large_request_gets_its_turn_and_holds_up_one_group_only():
         num_busy.append(sum(count > 1 for count in counts(harness)))
         assert len(num_busy) < 60
     assert num_busy.count(0) <= 2 and num_busy.count(1) > 5  # one group went empty, the other did not
+    harness.run()
+
+
+def test_room_is_kept_in_one_group_whatever_becomes_cheaper():
+    harness = make_harness(num_pages=33)
+    for name, max_tokens in zip("abcde", (60, 60, 3, 60, 3), strict=True):
+        add(harness, [name], max_tokens=max_tokens)
+    harness.step()
+    add(harness, ["large"], random_tokens(Random(8), 117), max_tokens=3)  # 30 of 32 pages
+    harness.step()
+    [large] = harness.scheduler._waiting
+    assert running(harness) == [["a", "c", "e"], ["b", "d"]] and large.group is harness.scheduler.groups[1]
+    for turn in range(10):
+        add(harness, [f"late {turn}"], max_tokens=20)
+        harness.step()
+        assert large.group is harness.scheduler.groups[1]
+    assert {"a", "late 0"} <= set(running(harness)[0]) and running(harness)[1] == ["b", "d"]
     harness.run()
 
 

@@ -204,6 +204,25 @@ def test_the_last_to_arrive_is_preempted_and_nothing_changes_for_its_client():
     assert list(harness.finished) == ["0", "1", "2"]
 
 
+def test_nobody_overtakes_who_was_preempted():
+    harness = Harness(FakeRunner(num_pages=13), enable_prefix_caching=False)
+    for name in "ab":
+        harness.add(make_request(name, PROMPT[:8], max_tokens=20))
+    [group] = harness.scheduler.groups
+    while group.kv.num_available:
+        harness.step()
+    harness.add(make_request("small", [3, 4], max_tokens=1))
+    while not harness.scheduler.stats.num_preemptions:
+        harness.step()
+    names = set(rows(harness.plans[-1]))
+    assert names == {"a"}
+    while "b" not in names:
+        assert "small" not in names
+        step = harness.step()
+        names = set(rows(step)) if step else set()
+    harness.run()
+
+
 def test_priority_decides_who_runs_and_who_is_preempted():
     harness = Harness(FakeRunner(max_num_seqs=1), scheduling_policy="priority")
     for name, priority in (("low", 5), ("high", -1), ("mid", 2)):
