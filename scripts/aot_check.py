@@ -2,6 +2,7 @@
 
     python -m scripts.aot_check                          # every target whose compiler is installed
     python -m scripts.aot_check --target v6e --only llama3
+    python -m scripts.aot_check --families --target v6e  # every family on a mesh for each way to divide it
     .venv-gpu/bin/python -m scripts.aot_check --target h200
 
 Prints a table and exits with 1 when anything fails: a kernel that does not compile, VMEM or shared memory beyond the
@@ -14,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from tqdm import tqdm
 
@@ -56,12 +58,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--target", choices=(*TARGETS, "all"), default="all")
     parser.add_argument("--only", default="", metavar="TEXT", help="lines whose name has TEXT in it")
     parser.add_argument("--quick", action="store_true", help="a subset of the shapes, as CI runs it")
+    parser.add_argument("--families", action="store_true", help="steps of every family, divided in every way, instead")
     parser.add_argument("--list", action="store_true", help="names only")
     args = parser.parse_args(argv)
     prepare_environment()
     failed, ran = 0, 0
     for target in TARGETS.values() if args.target == "all" else [TARGETS[args.target]]:
-        checks = [check for check in checks_for(target) if args.only in check.name]
+        all_checks = family_checks(target) if args.families else checks_for(target)
+        checks = [check for check in all_checks if args.only in check.name]
         if args.quick:
             checks = [check for check in checks if check.quick and (target.name in QUICK or QUICK_SHAPE in check.name)]
         if args.list:
@@ -122,6 +126,20 @@ def checks_for(target: Target) -> Iterator[Check]:
                     name=f"step {step.name} {shape} ({backend})", quick=quick,
                     run=lambda step=step, backend=backend, shape=shape: check_step(target, step, backend, shape),
                 )
+
+
+def family_checks(target: Target) -> Iterator[Check]:
+    from scripts.aot.cases import KIND
+    from scripts.aot.families import FAMILIES, WAYS, refused, step_of
+    from serving.runner.shapes import StepShape
+
+    for family in FAMILIES:
+        for way in WAYS.values():
+            if refused(family, way) is None:
+                step = step_of(family, way)
+                shape = StepShape(step.num_tokens, step.max_num_seqs)
+                yield Check(name=f"{family} {way.name} ({step.mesh})", quick=False, run=partial(
+                    check_step, target, step, "auto" if way.name == "context" else KIND[target.device.platform], shape))
 
 
 def check_kernel(target: Target, case) -> Result:

@@ -82,14 +82,15 @@ EXPERTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
-    """A whole model for the serving step: its config.json, the mesh, and the step's sizes.
+    """A whole model for the serving step: its config.json, how it is divided, and the step's sizes.
 
     max_model_len in tokens; kv_bytes: KV cache of a device, large, so that a copy of one layer of it would show.
     """
 
     name: str
     hf: dict[str, Any]
-    tensor: int
+    mesh: str
+    expert_parallel: bool = False
     max_model_len: int
     max_num_seqs: int
     num_tokens: int
@@ -100,7 +101,7 @@ STEPS = {
     step.name: step
     for step in (
         StepConfig(
-            name="smollm2-135m", tensor=1, max_model_len=8192, max_num_seqs=64, num_tokens=512, kv_bytes=4 << 30,
+            name="smollm2-135m", mesh="1x1", max_model_len=8192, max_num_seqs=64, num_tokens=512, kv_bytes=4 << 30,
             hf={
                 "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 576,
                 "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
@@ -109,7 +110,7 @@ STEPS = {
             },
         ),
         StepConfig(
-            name="llama3-8b/8", tensor=8, max_model_len=8192, max_num_seqs=64, num_tokens=1024, kv_bytes=8 << 30,
+            name="llama3-8b/8", mesh="8x1", max_model_len=8192, max_num_seqs=64, num_tokens=1024, kv_bytes=8 << 30,
             hf={
                 "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096,
                 "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -118,7 +119,7 @@ STEPS = {
             },
         ),
         StepConfig(
-            name="qwen3-30b-a3b/8", tensor=8, max_model_len=8192, max_num_seqs=64, num_tokens=1024, kv_bytes=8 << 30,
+            name="qwen3-30b-a3b/8", mesh="8x1", max_model_len=8192, max_num_seqs=64, num_tokens=1024, kv_bytes=8 << 30,
             hf={
                 "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048,
                 "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32, "head_dim": 128,
@@ -129,7 +130,7 @@ STEPS = {
         ),
         # Of its 61 layers two dense and three with experts: whole it takes more than eight chips.
         StepConfig(
-            name="deepseek-v3 5 layers/8", tensor=8, max_model_len=8192, max_num_seqs=64, num_tokens=1024,
+            name="deepseek-v3 5 layers/8", mesh="8x1", max_model_len=8192, max_num_seqs=64, num_tokens=1024,
             kv_bytes=4 << 30,
             hf={
                 "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168,

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from model.build import choose_kernels, model_rules, model_shapes
+from model.expert_options import ExpertOptions
 from model.families.registry import read_config
 from model.transformer import with_params
 from scripts.aot.models import StepConfig
@@ -13,16 +14,18 @@ from scripts.aot.targets import Target, compile_on, devices_of
 from serving.runner.memory import bytes_per_device
 from serving.runner.programs import StepProgram, param_shapes
 from serving.runner.shapes import StepShape
-from sharding.mesh import MeshSpec, make_mesh
+from sharding.mesh import make_mesh, parse_mesh
 
 
 def compile_step(target: Target, step: StepConfig, backend_name: str, shape: StepShape, *, page_size: int
                  ) -> tuple[Any, int, int]:
     """(Compiled, bytes of the KV cache on a device, bytes of one layer of it)."""
     config = read_config(step.hf)
-    mesh = make_mesh(MeshSpec(tensor=step.tensor), devices_of(target))
-    rules, dtype = model_rules(config, mesh), jnp.dtype(jnp.bfloat16)
-    kernels = choose_kernels(config, rules, dtype, attention_backend=backend_name, page_size=page_size)
+    mesh, options = make_mesh(parse_mesh(step.mesh), devices_of(target)), ExpertOptions(parallel=step.expert_parallel)
+    rules, dtype = model_rules(config, mesh, options), jnp.dtype(jnp.bfloat16)
+    page_size *= mesh.shape["context"]  # each of its devices has a part of every page
+    kernels = choose_kernels(config, rules, dtype, attention_backend=backend_name, page_size=page_size,
+                             options=options)  # fmt: skip
     one_page = kernels.kv_layout(config, 1)
     page = jax.ShapeDtypeStruct(one_page.shape, one_page.dtype, sharding=rules.sharding(one_page.axes, one_page.shape))
     page_bytes = bytes_per_device(page)
