@@ -89,8 +89,10 @@ def join_leader(plan: HostPlan, fingerprint: Mapping[str, str]) -> FollowerHosts
         connection.send(Hello(plan.rank, dict(fingerprint)))
         answer = connection.receive(end + LOST_AFTER_SECONDS - time.monotonic())
     except Gone as error:
+        connection.close()
         raise ConfigError(f"{plan.name(0)} is gone before the service has started: {error}") from error
     if isinstance(answer, Refused):
+        connection.close()
         raise ConfigError(answer.message)
     assert isinstance(answer, Welcome)
     return FollowerHosts(plan, connection)

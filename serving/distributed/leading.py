@@ -71,14 +71,14 @@ class LeaderHosts(Hosts):
     def goodbye(self, reason: str = "") -> None:
         """The service ends: as it should if there is no reason."""
         self.leave()
-        if not self.over.done():
-            self._part(Goodbye(reason))
+        self._part(Goodbye(reason))
 
     def _part(self, message: Refused | Goodbye) -> None:
         """Followers close first: closing while they still send could cost them the last message."""
-        self.send(message)
-        with self._arrived:
-            self._arrived.wait_for(lambda: not self._open, GOODBYE_SECONDS)
+        if not self.over.done():
+            self.send(message)
+            with self._arrived:
+                self._arrived.wait_for(lambda: not self._open, GOODBYE_SECONDS)
         for connection in self._followers.values():
             connection.close()
 
@@ -183,6 +183,8 @@ class _Gathering:
         with self._changed:
             reason = self._refusal(hello)
             if not reason:
+                if hello.rank in self._here:
+                    self._here[hello.rank][0].close()
                 self._here[hello.rank] = connection, hello
                 self._changed.notify_all()
                 return
