@@ -164,8 +164,8 @@ def axis_rules(mesh: jax.sharding.Mesh, *, num_heads: int, num_kv_heads: int) ->
     if num_kv_heads % tensor and tensor % num_kv_heads == 0 and num_heads % tensor == 0:
         copies["kv_heads"] = tensor // num_kv_heads
         replicated["kv heads"] = (
-            f"{num_kv_heads} kv heads are fewer than tensor={tensor}: each device holds the one that its "
-            f"{num_heads // tensor} query heads use, so every kv head is on {copies['kv_heads']} devices"
+            f"{num_kv_heads} kv heads are fewer than tensor={tensor}: each device holds the one that its query heads "
+            f"use, so every kv head is on {copies['kv_heads']} devices"
         )
     elif num_kv_heads % tensor:
         rules["heads"] = rules["kv_heads"] = ()

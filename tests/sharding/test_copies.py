@@ -73,7 +73,8 @@ def test_what_comes_out_uneven_is_replicated_and_says_so(heads: int, kv_heads: i
 def test_logits_and_bytes(name: str, kv_heads: int, length: int):
     model, whole = harness.load(GOLDENS / name, "4x2"), harness.load(GOLDENS / name)
     check(model, np.load(GOLDENS / name / "golden.npz"), length)
-    assert "each device holds the one that its 1 query heads use" in model.rules.replicated["kv heads"]
+    assert f"{kv_heads} kv heads are fewer than tensor=4" in model.rules.replicated["kv heads"]
+    assert f"every kv head is on {4 // kv_heads} devices" in model.rules.replicated["kv heads"]
     pages, of_one = harness.kv_pages(model, num_pages=32), harness.kv_pages(whole, num_pages=16)
     assert pages.size == 2 * of_one.size * 4 // kv_heads
     assert bytes_per_device(pages) * kv_heads == bytes_per_device(of_one)  # one head
