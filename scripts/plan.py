@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
     found = layouts(config, topology)
     if args.mesh:
         spec = parse_mesh(args.mesh)
-        check(config, spec, topology)
+        check(spec, topology)
         found = [MeshLayout(spec, args.enable_expert_parallel)]
     devices = devices_of(topology)
     plans = ranked([plan_mesh(place(config, topology, one, sizes, devices), question) for one in found], args.rank)
@@ -131,9 +131,13 @@ def read_arguments(args: argparse.Namespace, topology):
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise PlanError(f"--model {args.model}: {file.name} is not JSON ({error})") from error
     config = read_config(hf, args.max_model_len)
-    max_model_len = args.max_model_len or min(config.max_position, 8192)
-    context = args.context or min(4096, max_model_len // 2)
-    prompt = args.prompt or min(1024, context)
+
+    def given(value: int | None, otherwise: int) -> int:
+        return otherwise if value is None else value
+
+    max_model_len = given(args.max_model_len, min(config.max_position, 8192))
+    context = given(args.context, min(4096, max_model_len // 2))
+    prompt = given(args.prompt, min(1024, context))
     for flag, value, most in (("--max-model-len", max_model_len, config.max_position),
                               ("--context", context, max_model_len), ("--prompt", prompt, max_model_len)):  # fmt: skip
         if not 1 <= value <= most:

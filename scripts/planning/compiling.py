@@ -17,12 +17,10 @@ from scripts.aot.targets import (
 from scripts.aot.targets import devices_of as target_devices
 from scripts.planning.counting import count
 from scripts.planning.placement import Placement, place
-from scripts.planning.plan import Compiled
+from scripts.planning.plan import Compiled, estimated_temporaries, memory_of
 from scripts.planning.topology import PlanError, Topology
 from serving.runner.compiler import compile_step
 from serving.runner.shapes import StepShape, step_shapes
-
-POOL = 8  # pages of each group, as when the engine asks how many fit: temporaries do not depend on it
 
 
 def compiler_devices(topology: Topology) -> list[Any]:
@@ -46,8 +44,10 @@ def compile_plan(p: Placement, devices: list[Any], done: Callable[[], None] = la
     for shape in (decode, shapes[-1]):
         with contextlib.nullcontext() if p.topology.platform == "cpu" else quiet_stderr():
             compiled = compile_for(real, shape)
-        counted.append(count(compiled.as_text()))
-        temporaries = compiled.memory_analysis().temp_size_in_bytes
+        text, analysis = compiled.as_text(), compiled.memory_analysis()
+        assert text is not None and analysis is not None, "this backend says nothing of its programs"
+        counted.append(count(text))
+        temporaries = analysis.temp_size_in_bytes
         done()
     return Compiled(decode=counted[0], prefill=counted[1], decode_tokens=decode.num_tokens,
                     prefill_tokens=shapes[-1].num_tokens, temporaries=temporaries,
@@ -55,7 +55,9 @@ def compile_plan(p: Placement, devices: list[Any], done: Callable[[], None] = la
 
 
 def compile_for(p: Placement, shape: StepShape) -> jax.stages.Compiled:
-    jitted, arguments = p.program.step(shape, p.program.state_shapes(POOL), p.row_pages)
+    # A pool as large as the service would have: one of few pages would be kept in VMEM, and moved there and back.
+    pages = max(memory_of(p, estimated_temporaries(p)).num_pages, 8)
+    jitted, arguments = p.program.step(shape, p.program.state_shapes(pages), p.row_pages)
     if p.topology.platform == "cpu":
         return compile_step(jitted.lower(*arguments), shape)
     return compile_on(p.rules.mesh, jitted, *arguments)

@@ -20,7 +20,7 @@ from model.transformer import Path, Transformer, param_axes, with_params
 from scripts.planning.topology import PlanError, Topology
 from serving.runner.memory import bytes_per_device
 from serving.runner.programs import StepProgram, param_shapes
-from sharding.mesh import MeshError, MeshSpec, make_mesh
+from sharding.mesh import MeshSpec, make_mesh
 from sharding.rules import AxisRules
 
 PAGE_SIZE = {"tpu": 128, "gpu": 64, "cpu": 16}
@@ -174,7 +174,7 @@ def place(config: ModelConfig, topology: Topology, layout: MeshLayout, sizes: Si
         rules = model_rules(config, mesh, options)
         kernels = choose_kernels(config, rules, sizes.dtype, attention_backend="auto", page_size=sizes.page_size,
                                  options=options)  # fmt: skip
-    except (MeshError, ValueError) as error:
+    except ValueError as error:
         raise PlanError(f"--mesh {layout}: {error}") from error
     model = model_shapes(config, rules, kernels, sizes.dtype)
     params = param_shapes(model)

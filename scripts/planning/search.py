@@ -50,8 +50,10 @@ def suggestions(config: ModelConfig, topology: Topology, plans: Sequence[MeshPla
         yield "8-bit weights would fit (the engine does not serve them yet)"
 
 
-def check(config: ModelConfig, spec: MeshSpec, topology: Topology) -> None:
-    """Raises PlanError for a mesh that the model or the topology cannot take."""
+def check(spec: MeshSpec, topology: Topology) -> None:
+    """Raises PlanError for a mesh that the topology cannot take, or the planner."""
+    if spec.context * spec.pipeline > 1:
+        raise PlanError(f"--mesh {spec}: the planner knows tensor and data, as in --mesh {topology.num_devices}x1")
     if spec.num_devices != topology.num_devices:
         fitting = ", ".join(f"{mesh.tensor}x{mesh.data}" for mesh in meshes(topology))
         raise PlanError(f"--mesh {spec} has {spec.num_devices} devices, {topology.name} has {topology.num_devices}; "
