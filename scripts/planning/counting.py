@@ -15,6 +15,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from math import prod
 
+import numpy as np
+
 from scripts.planning.hlo import Computation, Instruction, Module, Shape, parse
 from scripts.planning.loops import UnknownTripCount, trip_count
 
@@ -29,11 +31,13 @@ _SLICES = ("dynamic-slice", "slice", "gather")
 
 @dataclass(frozen=True, order=True)
 class Collective:
-    """bytes: what each device ends up holding or, for a reduce-scatter, brings. devices: of one group."""
+    """bytes: what each device ends up holding or, for a reduce-scatter, brings. devices: of one group. stride: from one
+    device of a group to the next, 1 for neighbours."""
 
     kind: str
     bytes: int
     devices: int
+    stride: int = 1
 
 
 @dataclass(frozen=True, order=True)
@@ -201,28 +205,41 @@ class _Walk:
 
 
 def collective(inside: Computation, i: Instruction) -> Collective:
-    kind, devices, size = i.opcode.removesuffix("-start"), group_size(i.rest), i.bytes
+    kind, ids, size = i.opcode.removesuffix("-start"), group(i.rest), i.bytes
+    devices, stride = len(ids), ids[1] - ids[0] if len(ids) > 1 else 1
     if kind == "reduce-scatter":
         size *= devices
     if kind == "ragged-all-to-all":  # one side is a buffer for the worst case, the other what there is
         size = min(size, sum(shape.bytes for shape in inside.instructions[i.operands[0]].shapes))
-    return Collective(kind, size, devices)
+    return Collective(kind, size, devices, abs(stride))
 
 
-def group_size(rest: str) -> int:
-    """From replica_groups in any of its three spellings. A permute's pairs are groups of two."""
-    if "source_target_pairs" in rest:
-        return 2
+def group(rest: str) -> tuple[int, ...]:
+    """The devices of the first group, from replica_groups in any of its spellings, or of a permute's first pair."""
+    if match := re.search(r"(?:source_target_pairs|replica_groups)=\{\{([\d,]+)\}", rest):
+        return tuple(map(int, match[1].split(",")))
+    if match := re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
+        dims = [int(d) for d in match[2].split(",")]
+        ids = np.arange(prod(dims)).reshape(dims)
+        if match[3]:
+            ids = ids.transpose([int(d) for d in match[3].split(",")])
+        return tuple(map(int, ids.reshape(-1)[: int(match[1])]))
     if match := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", rest):
-        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", match[1])}
-        # An axis, or a part of one: 'tensor':(before)size.
-        axes = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", match[2])
-        return prod(int(part) if part else sizes[name] for name, part in axes)
-    if match := re.search(r"replica_groups=\[\d+,(\d+)\]", rest):
-        return int(match[1])
-    if match := re.search(r"replica_groups=\{\{([\d,]+)\}", rest):
-        return match[1].count(",") + 1
-    return 1
+        return _of_mesh(match[1], match[2])
+    return (0,)
+
+
+def _of_mesh(sizes: str, axes: str) -> tuple[int, ...]:
+    """'data'=2,'tensor'=4 and the axes of a group, each whole or a part of one: 'tensor':(before)size."""
+    parts = {name: (1, int(size), 1) for name, size in re.findall(r"'([^']+)'=(\d+)", sizes)}
+    chosen = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", axes)
+    for name, before, size in chosen:
+        if size:
+            parts[name] = (int(before), int(size), parts[name][1] // int(before) // int(size))
+    ids = np.arange(prod(prod(part) for part in parts.values())).reshape([n for part in parts.values() for n in part])
+    of_group = [1 + 3 * list(parts).index(name) for name, *_ in chosen]
+    return tuple(map(int, np.moveaxis(ids, of_group, range(-len(of_group), 0)).reshape(-1, prod(
+        ids.shape[axis] for axis in of_group))[0]))  # fmt: skip
 
 
 def _kernel(i: Instruction) -> Kernel | None:

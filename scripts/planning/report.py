@@ -27,9 +27,10 @@ def size(count: float) -> str:
 
 
 def print_ranking(console: Console, plans: Sequence[MeshPlan], question: Question, by: str) -> None:
-    table = Table(title=f"Meshes, best {by} first; sequences of {question.context} tokens", title_justify="left")
-    for column in ("", "mesh", "fits", "weights GB", "step GB", "KV GB", "KV tokens", "sequences", "tokens/s",
-                   "TPOT ms", "alone ms", "TTFT ms", "bound by", "numbers"):  # fmt: skip
+    table = Table(title=f"Meshes, best {by} first; sequences of {question.context} tokens, GB a device, milliseconds",
+                  title_justify="left")  # fmt: skip
+    for column in ("", "mesh", "fits", "weights", "step", "KV", "KV tokens", "sequences", "tokens/s", "TPOT", "alone",
+                   "TTFT", "bound by", "numbers"):  # fmt: skip
         left = column in ("mesh", "fits", "bound by", "numbers")
         table.add_column(column, justify="left" if left else "right", no_wrap=True)
     for number, plan in enumerate(plans, 1):
@@ -149,7 +150,8 @@ def _mesh_json(plan: MeshPlan) -> dict[str, Any]:
 
 def _collectives(collectives) -> list[dict[str, Any]]:
     found = sorted(collectives.items())
-    return [{"kind": one.kind, "devices": one.devices, "bytes": one.bytes, "times": times} for one, times in found]
+    return [{"kind": one.kind, "devices": one.devices, "stride": one.stride, "bytes": one.bytes, "times": times}
+            for one, times in found]  # fmt: skip
 
 
 def _counts(counts: Counts) -> dict[str, Any]:

@@ -5,7 +5,7 @@ overlap, so that the longer one counts; the network is waited for (no overlap is
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scripts.planning.counting import Collective, Counts
 from scripts.planning.topology import Topology
@@ -82,8 +82,10 @@ class CompiledCosts:
         (t0, a), (t1, b) = small, large
         # The same program but for its sizes: collectives of a kind and group pair up in order of their bytes.
         pairs = []
-        for key in sorted({(c.kind, c.devices) for c in a.collectives}):
-            few, many = (sorted(c for c in counts.collectives if (c.kind, c.devices) == key) for counts in (a, b))
+        for key in sorted({(c.kind, c.devices, c.stride) for c in a.collectives}):
+            few, many = (
+                sorted(c for c in counts.collectives if (c.kind, c.devices, c.stride) == key) for counts in (a, b)
+            )
             for n, one in enumerate(few):
                 other = many[n].bytes if n < len(many) else one.bytes
                 pairs.append((one, a.collectives[one], Line.through((t0, one.bytes), (t1, other))))
@@ -94,6 +96,6 @@ class CompiledCosts:
         """The step's cost with the dense part and the collectives as compiled."""
         found: Counter[Collective] = Counter()
         for one, times, line in self.collectives:
-            found[Collective(one.kind, round(line.at(tokens)), one.devices)] += times
+            found[replace(one, bytes=round(line.at(tokens)))] += times
         dense = Cost(self.flops.at(tokens), self.bytes.at(tokens))
         return StepCost(dense=dense, attention=cost.attention, experts=cost.experts, collectives=found)

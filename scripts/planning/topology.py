@@ -82,14 +82,15 @@ class Topology:
         size, name = "x".join(map(str, self.grid)), self.device.name
         return size if self.platform == "gpu" else f"{'tpu7x' if name == 'v7x' else name}:{size}"
 
-    def bandwidth(self, devices: int) -> float:
-        """Bytes/s that each device of a group of neighbours sends while all of them pass data around in a ring.
+    def bandwidth(self, devices: int, stride: int = 1) -> float:
+        """Bytes/s that each device of a group sends while all of them pass data around in a ring.
 
         A ring that closes is used in both directions. In a line of chips the way back takes the links' other
-        direction, and one remains. Neighbours are blocks as jax orders devices: 2 x 2 for four of 2 x 4.
+        direction, and one remains. Neighbours are blocks as jax orders devices: 2 x 2 for four of 2 x 4. Devices that
+        are not neighbours (stride above 1) get one direction of one link, though others' messages pass there, too.
         """
         net, chips = self.network, devices // self.cores
-        if net.switched:
+        if net.switched or stride > 1:
             return net.link
         if chips <= 1:
             return net.core_link
@@ -108,7 +109,7 @@ class Topology:
         net, n, size = self.network, collective.devices, collective.bytes
         if n <= 1:
             return 0.0, 0.0
-        width = self.bandwidth(n)
+        width = self.bandwidth(n, collective.stride)
         hops = n - 1 if net.switched else max(n // 2, 1)
         part = size * (n - 1) / n
         match collective.kind:

@@ -140,8 +140,8 @@ def _dispatch(p: Placement, way: Dispatch, tokens: int) -> list[Collective]:
         case GatherTokens():
             found = []
             if "data" in way.axes:
-                found += [Collective("all-gather", groups * tokens * D * width, groups),
-                          Collective("reduce-scatter", groups * tokens * D * 4, groups)]  # fmt: skip
+                found += [Collective("all-gather", groups * tokens * D * width, groups, n),
+                          Collective("reduce-scatter", groups * tokens * D * 4, groups, n)]  # fmt: skip
             if "tensor" in way.axes:
                 found.append(Collective("all-reduce", tokens * D * sum_bytes(p), n))
             return found

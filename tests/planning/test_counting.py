@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scripts.planning.counting import Collective, Kernel, count, group_size
+from scripts.planning.counting import Collective, Kernel, count, group
 from scripts.planning.hlo import parse
 
 # A loop whose bound is only in its condition, a weight sliced inside a fusion, S(1) for VMEM, a kernel with an
@@ -156,14 +156,16 @@ def test_a_loop_that_ends_where_data_says_counts_once():
     assert (counts.unknown_loops, counts.flops) == (1, 2 * 8 * 16 * 16)
 
 
-@pytest.mark.parametrize("text, size", [
-    ("replica_groups={{0,1,2,3},{4,5,6,7}}, x=y", 4), ("replica_groups=[2,4]<=[8]", 4),
-    ("replica_groups=[4,2]<=[2,4]T(1,0)", 2), ("replica_groups=mesh['data'=2,'tensor'=4] {'data'}", 2),
-    ("replica_groups=mesh['data'=2,'tensor'=4] {'data','tensor'}", 8),
-    ("replica_groups=mesh['data'=1,'tensor'=8] {'tensor':(1)2}", 2), ("source_target_pairs={{0,1},{1,0}}", 2),
+@pytest.mark.parametrize("text, first", [
+    ("replica_groups={{0,1,2,3},{4,5,6,7}}, x=y", (0, 1, 2, 3)), ("replica_groups=[2,4]<=[8]", (0, 1, 2, 3)),
+    ("replica_groups=[4,2]<=[2,4]T(1,0)", (0, 4)), ("replica_groups=mesh['data'=2,'tensor'=4] {'data'}", (0, 4)),
+    ("replica_groups=mesh['data'=2,'tensor'=4] {'data','tensor'}", (0, 1, 2, 3, 4, 5, 6, 7)),
+    ("replica_groups=mesh['data'=1,'tensor'=8] {'tensor':(1)2}", (0, 4)),
+    ("replica_groups=mesh['data'=1,'tensor'=8] {'tensor':(2)2}", (0, 2)),
+    ("source_target_pairs={{0,1},{1,0}}", (0, 1)),
 ])  # fmt: skip
-def test_the_size_of_a_group(text: str, size: int):
-    assert group_size(text) == size
+def test_the_devices_of_a_group(text: str, first: tuple[int, ...]):
+    assert group(text) == first
 
 
 def test_text_that_is_no_program():

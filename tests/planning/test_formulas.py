@@ -87,8 +87,8 @@ def test_tokens_travel_to_experts_as_the_dispatch_says():
     few = placed("deepseek-v3", "v7x:2x2x1", MeshLayout(MeshSpec(tensor=4, data=2), expert_parallel=True))
     tokens, D = 16, 7168
     small = step_cost(few, Work(decode=tokens, context=100)).collectives
-    assert small[Collective("all-gather", 2 * tokens * D * 2, 2)] == 58
-    assert small[Collective("reduce-scatter", 2 * tokens * D * 4, 2)] == 58
+    assert small[Collective("all-gather", 2 * tokens * D * 2, 2, 4)] == 58
+    assert small[Collective("reduce-scatter", 2 * tokens * D * 4, 2, 4)] == 58
     large = step_cost(few, Work(decode=0, context=0, chunk=2048)).collectives
     assert large[Collective("ragged-all-to-all", 2048 // 4 * 8 * D * 2, 8)] == 2 * 58
 
@@ -153,6 +153,10 @@ def test_a_line_through_two_steps():
 ])  # fmt: skip
 def test_bandwidth_of_neighbours(topology: str, devices: int, bandwidth: float):
     assert parse_topology(topology).bandwidth(devices) == bandwidth
+
+
+def test_devices_far_apart_share_a_link():
+    assert parse_topology("v7x:2x2x1").bandwidth(2, stride=4) == 100e9
 
 
 def test_seconds_of_collectives():
