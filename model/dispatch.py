@@ -43,9 +43,9 @@ class Choices(NamedTuple):
         return Choices(*map(f, self))
 
 
-# (rows [M, D] sorted by place, rows of each place [A], the first of those that this device holds) -> [M, D] float32,
-# zeros in rows of other devices' places and of none
-ApplyExperts: TypeAlias = Callable[[jax.Array, jax.Array, "jax.Array | int"], jax.Array]
+# (rows [M, D] sorted by place, rows of each place [A], the first of those that this device holds, dtype) -> [M, D] in
+# that dtype, zeros in rows of other devices' places and of none
+ApplyExperts: TypeAlias = Callable[[jax.Array, jax.Array, "jax.Array | int", jnp.dtype], jax.Array]
 # (the tokens of a group, the mesh axes that groups are divided over, ...) -> [T, D], in the dtype of the tokens
 Dispatch: TypeAlias = Callable[[Choices, MeshAxes, ApplyExperts], jax.Array]
 
@@ -64,7 +64,7 @@ class GatherTokens:
         everyone = tokens.map(lambda a: _gathered(a, both))
         order, sizes = _sorted(everyone.places, self.num_places)
         first = lax.axis_index(self.axes) * self.held if self.axes else 0
-        rows = apply(everyone.x[order // everyone.places.shape[1]], sizes, first)
+        rows = apply(everyone.x[order // everyone.places.shape[1]], sizes, first, jnp.dtype(jnp.float32))
         out = _weighted_sum(rows, everyone.weights, order).astype(tokens.x.dtype)  # no wider numbers travel
         if both:
             out = lax.psum_scatter(out, both, tiled=True)
@@ -92,7 +92,7 @@ class ExchangeRows:
         most = len(counts) * len(mine.x) * min(k, self.held)  # every token of every device
         buffer = jnp.zeros((most, rows.shape[1]), rows.dtype)
         arrived = self.exchange(rows, buffer, there, self.axes)
-        done = apply(arrived, of_places, 0).astype(rows.dtype)
+        done = apply(arrived, of_places, 0, rows.dtype)
         returned = self.exchange(done, jnp.zeros_like(rows), back, self.axes)
         out = _weighted_sum(returned, mine.weights, order).astype(rows.dtype)
         return _gathered(out, alike)[:num_tokens]

@@ -104,19 +104,20 @@ class Experts(nnx.Module):
         return out, count(jnp.where(real, chosen, self.num_experts), self.num_experts)[None]
 
     def _apply(self, matrices: Sequence[jax.Array], biases: Sequence[jax.Array], layer: jax.Array | None,
-               rows: Float[Array, "M D"], sizes: Int[Array, " A"], first: Int[Array, ""] | int
+               rows: Float[Array, "M D"], sizes: Int[Array, " A"], first: Int[Array, ""] | int, dtype: jnp.dtype
                ) -> Float[Array, "M D"]:  # fmt: skip
         """See `model.dispatch.ApplyExperts`."""
         matmuls, (gate, up, down) = self.backend.matmuls, matrices
         matmul = partial(matmuls.matmul, group_sizes=sizes, group_offset=first, layer=layer,
-                         tiles=matmuls.tiles(sizes, len(rows), first), preferred_element_type=jnp.float32)  # fmt: skip
+                         tiles=matmuls.tiles(sizes, len(rows), first))  # fmt: skip
+        wide = partial(matmul, preferred_element_type=jnp.float32)
         if not biases:
-            hidden = gated(self.activation, matmul(rows, gate), matmul(rows, up)).astype(rows.dtype)
-            return matmul(hidden, down)
+            hidden = gated(self.activation, wide(rows, gate), wide(rows, up)).astype(rows.dtype)
+            return matmul(hidden, down, preferred_element_type=dtype)
         place = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(rows)), side="right") - first
         held = (place >= 0) & (place < matmuls.spec.num_experts)
         of_gate, of_up, of_down = (
             jnp.where(held[:, None], bias[jnp.where(held, place, 0)], 0).astype(jnp.float32) for bias in biases
         )
-        hidden = gated(self.activation, matmul(rows, gate) + of_gate, matmul(rows, up) + of_up).astype(rows.dtype)
-        return matmul(hidden, down) + of_down
+        hidden = gated(self.activation, wide(rows, gate) + of_gate, wide(rows, up) + of_up).astype(rows.dtype)
+        return (wide(hidden, down) + of_down).astype(dtype)

@@ -109,12 +109,16 @@ def run_one(check: Check) -> Result:
 
 def checks_for(target: Target) -> Iterator[Check]:
     from scripts.aot.cases import CASES, KIND
+    from scripts.aot.experts import LAYERS
     from scripts.aot.models import STEPS
     from serving.runner.shapes import StepShape
 
     for case in CASES:
         if case.platform == target.device.platform:
             yield Check(name=case.name, quick=case.quick, run=lambda case=case: check_kernel(target, case))
+    for layer in LAYERS.values():
+        name = f"experts {layer.name} {layer.mesh} T={layer.num_tokens}"
+        yield Check(name=name, quick=False, run=lambda layer=layer, name=name: check_experts(target, layer, name))
     for step in STEPS.values():
         native, latent = KIND[target.device.platform], "kv_lora_rank" in step.hf
         # XLA refuses latent attention on TPUs. --quick leaves steps in XLA out, which may copy the cache on TPUs.
@@ -162,6 +166,15 @@ def check_kernel(target: Target, case) -> Result:
         problem = kv_problem(compiled, program.kv_bytes, program.layer_bytes)
     return Result(name=case.name, block_bytes=block, temporaries=temporaries(compiled),
                   seconds=time.perf_counter() - started, problem=problem)
+
+
+def check_experts(target: Target, layer, name: str) -> Result:
+    from scripts.aot.experts import compile_layer
+    from scripts.aot.memory import temporaries
+
+    started = time.perf_counter()
+    return Result(name=name, temporaries=temporaries(compile_layer(target, layer)),
+                  seconds=time.perf_counter() - started)
 
 
 def check_step(target: Target, step, backend: str, shape) -> Result:

@@ -99,8 +99,9 @@ def _eplb_config(text: str) -> EplbConfig:
         given = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"--eplb-config {text!r} is not JSON: {error}") from error
-    if not isinstance(given, dict) or (unknown := given.keys() - known):
-        what = f"unknown {', '.join(sorted(unknown))}" if isinstance(given, dict) else "not an object"
+    unknown = sorted(given.keys() - known) if isinstance(given, dict) else None
+    if unknown is None or unknown:
+        what = f"unknown {', '.join(unknown)}" if unknown else "not an object"
         raise ConfigError(f"--eplb-config {text!r}: {what}; it may have {', '.join(sorted(known))}")
     return EplbConfig(**given)
 

@@ -171,7 +171,7 @@ def test_layer_equals_every_expert_computed(way: str):
 def test_weights_of_inputs_by_hand():
     """Of two experts one squares and one triples; half of 2 squared is not half of the square of 2."""
 
-    def apply(rows, sizes, first):
+    def apply(rows, sizes, first, dtype):
         return jnp.where(jnp.arange(len(rows))[:, None] < sizes[0], rows**2, 3 * rows)
 
     x, places = jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([[0, 1], [1, 0]])
