@@ -155,7 +155,8 @@ def set_counts(
     rules: AxisRules, seen: Bool[Array, "U V"], counts: Int[Array, "U V"], slot: Int[Array, ""],
     prompt_row: Bool[Array, " V"], output_row: Int[Array, " V"],
 ) -> tuple[Bool[Array, "U V"], Int[Array, "U V"]]:
-    return _set_rows(rules, slot, (seen, counts), (prompt_row, output_row))
+    seen, counts = _set_rows(rules, slot, (seen, counts), (prompt_row, output_row))
+    return seen, counts
 
 
 def _set_rows(rules: AxisRules, slot, states: tuple[Array, ...], rows: tuple[Array, ...]):
