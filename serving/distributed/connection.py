@@ -17,7 +17,7 @@ import msgspec
 from serving.distributed.messages import HEADER, LARGEST_FRAME, Beat
 
 BEAT_SECONDS = 1.0
-LOST_AFTER_SECONDS = 8.0
+LOST_AFTER_SECONDS = 7.0
 
 
 class Gone(Exception):

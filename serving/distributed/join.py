@@ -6,13 +6,14 @@ from collections.abc import Mapping
 import jax
 
 from serving.config import HostPlan
+from serving.distributed.abort import explain_aborts
 from serving.distributed.cache import write_own_cache
 from serving.distributed.following import join_leader
 from serving.distributed.hosts import Alone, Hosts
 from serving.distributed.leading import listen, wait_for_followers
 from serving.errors import ConfigError
 
-JAX_HEARTBEAT_SECONDS = 30  # ours is faster; jax ends processes without a word
+JAX_HEARTBEAT_SECONDS = 30  # ours is faster, and says more
 
 
 def join_hosts(plan: HostPlan | None, fingerprint: Mapping[str, str]) -> Hosts:
@@ -40,6 +41,7 @@ def _check_port(plan: HostPlan) -> None:
 
 def _start_jax(hosts: Hosts) -> None:
     plan = hosts.plan
+    explain_aborts(hosts.over)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # CPUs have none of their own across processes
     host = f"[{plan.leader}]" if ":" in plan.leader else plan.leader
     try:
