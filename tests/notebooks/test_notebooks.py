@@ -10,7 +10,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 def test_the_notebooks_are_there():
-    assert {"sharding", "serving"} <= {path.stem for path in NOTEBOOKS}
+    assert {"sharding", "planner", "serving"} <= {path.stem for path in NOTEBOOKS}
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
