@@ -129,18 +129,28 @@ def run_stages(
         ticks = jnp.arange(count + depth - 1, dtype=jnp.int32)
         (_, kv_pages), (outs, counts) = lax.scan(tick, (nothing, kv_pages), ticks)
         out = outs[depth - 1 :].reshape(count, groups, -1, x.shape[1])  # of the last stage, in order
-        out = jnp.moveaxis(out, 0, 1).reshape(x.shape)
-        if depth > 1:  # all stages have what comes after the layers
-            out = lax.psum(jnp.where(stage == stages - 1, out, 0), AXIS)
+        out = jnp.moveaxis(out, 0, 1).reshape(1, *x.shape)
         return out, kv_pages, jax.tree.map(lambda a: a.sum(0), counts)
 
     of_stage, whole = PartitionSpec(AXIS), PartitionSpec()
     of_layers = of_stage if depth > 1 else whole
     staged = jax.shard_map(
-        run, mesh=rules.mesh, axis_names={AXIS}, check_vma=False, out_specs=(whole, of_stage, of_layers),
+        run, mesh=rules.mesh, axis_names={AXIS}, check_vma=False, out_specs=(of_stage, of_stage, of_layers),
         in_specs=(of_layers, whole, whole, of_stage, whole),
     )  # fmt: skip
-    return staged(params, x, angles, kv_pages, batch)
+    outs, kv_pages, counts = staged(params, x, angles, kv_pages, batch)
+    return _of_last_stage(rules, outs), kv_pages, counts
+
+
+def _of_last_stage(rules: AxisRules, outs: Float[Array, "P T D"]) -> Float[Array, "T D"]:
+    """On all stages: each has what comes after the layers."""
+    def send(outs: jax.Array) -> tuple[jax.Array]:
+        is_last = rules.place("layers", stages) == stages - 1
+        return (rules.sum_over("layers", stages, jnp.where(is_last, outs[0], 0)),)
+
+    stages, of_tokens = len(outs), ("tokens", "embed")
+    (out,) = rules.map_over_shards(send, (outs,), (("layers", *of_tokens),), (of_tokens,), (outs.shape[1:],))
+    return out
 
 
 def _micro_batch(groups: int, count: int, x: Float[Array, "T ..."], number: Int[Array, ""]) -> Float[Array, "t ..."]:
@@ -149,7 +159,8 @@ def _micro_batch(groups: int, count: int, x: Float[Array, "T ..."], number: Int[
     return lax.dynamic_index_in_dim(split, number, axis=1, keepdims=False).reshape(-1, *x.shape[1:])
 
 
-def _rows_of(rules: AxisRules, count: int, number: Int[Array, ""], batch: StepBatch) -> tuple[Array, ...]:
+def _rows_of(rules: AxisRules, count: int, number: Int[Array, ""], batch: StepBatch
+             ) -> tuple[Array, Array, Array, Array]:  # fmt: skip
     """`StepBatch.of_rows` of a micro-batch."""
     groups = rules.num_groups
     num_tokens, num_rows = len(batch.tokens) // groups, len(batch.kv_lens) // groups
@@ -157,8 +168,11 @@ def _rows_of(rules: AxisRules, count: int, number: Int[Array, ""], batch: StepBa
                       num_rows=num_rows // count if num_tokens == num_rows else num_rows)  # fmt: skip
     shapes = jax.eval_shape(of_rows, number, *(jax.ShapeDtypeStruct((x.shape[0] // groups, *x.shape[1:]), x.dtype)
                                                for x in batch.of_rows))  # fmt: skip
-    return rules.map_over_shards(of_rows, (number, *batch.of_rows), ((), *ROW_AXES), ROW_AXES,
-                                 [(groups * s.shape[0], *s.shape[1:]) for s in shapes])  # fmt: skip
+    page_table, kv_lens, cu_q_lens, distribution = rules.map_over_shards(
+        of_rows, (number, *batch.of_rows), ((), *ROW_AXES), ROW_AXES,
+        [(groups * s.shape[0], *s.shape[1:]) for s in shapes],
+    )  # fmt: skip
+    return page_table, kv_lens, cu_q_lens, distribution
 
 
 def micro_batch_rows(
