@@ -15,8 +15,10 @@ from serving.runner.memory import bytes_per_device
 from sharding.copies import stored_layout, with_copies, without_copies
 from sharding.mesh import MeshSpec, make_mesh
 from sharding.rules import axis_rules
+from tests.checkpoints.llama import write_llama
 from tests.model import harness
 from tests.model.test_goldens import check
+from tests.tolerances import LOGITS_FLOAT32
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 AXES = ("layers", "embed", "kv_heads", "head_dim")
@@ -78,6 +80,19 @@ def test_logits_and_bytes(name: str, kv_heads: int, length: int):
     pages, of_one = harness.kv_pages(model, num_pages=32), harness.kv_pages(whole, num_pages=16)
     assert pages.size == 2 * of_one.size * 4 // kv_heads
     assert bytes_per_device(pages) * kv_heads == bytes_per_device(of_one)  # one head
+
+
+def test_two_kv_heads_on_eight_devices(tmp_path: Path):
+    rng = np.random.default_rng(0)
+    folder = write_llama(tmp_path / "model", lambda shape: rng.normal(0, 0.3, shape).astype(np.float32), vocab_size=64,
+                         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8,
+                         num_key_value_heads=2, head_dim=8)  # fmt: skip
+    step, logits = harness.batch([(range(20), 0)], num_tokens=32, num_rows=2), []
+    for mesh in ("1x1", "8x1"):
+        model = harness.load(folder, mesh)
+        logits.append(np.asarray(harness.all_logits(model, harness.kv_pages(model), step)[0])[:20])
+    assert np.abs(logits[0]).max() > 1
+    np.testing.assert_allclose(logits[1], logits[0], atol=LOGITS_FLOAT32, rtol=0)
 
 
 class Counting:
