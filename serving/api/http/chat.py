@@ -16,7 +16,6 @@ from starlette.responses import Response
 
 from serving.api.generation import Delta, generate
 from serving.api.http.body import read_body
-from serving.api.http.errors import CLIENT_CLOSED_REQUEST
 from serving.api.http.logprobs import chat_logprobs, prompt_logprobs
 from serving.api.http.requests import ChatCompletionRequest, ChatPrompt
 from serving.api.http.responses import (
@@ -33,9 +32,8 @@ from serving.api.http.responses import (
 from serving.api.http.sending import (
     SSE_DONE,
     event_stream,
-    json_response,
+    json_when_done,
     sse,
-    unless_disconnected,
 )
 from serving.api.service import Service
 from serving.errors import InvalidRequest
@@ -190,5 +188,4 @@ async def chat_completions(service: Service, request: Request) -> Response:
     chat = await prepare(service, body)
     if body.stream:
         return await event_stream(request, _frames(service, chat))
-    result = await unless_disconnected(request, _collect(service, chat))
-    return json_response(result) if result is not None else Response(status_code=CLIENT_CLOSED_REQUEST)
+    return await json_when_done(request, _collect(service, chat))

@@ -12,7 +12,6 @@ from starlette.responses import Response
 
 from serving.api.generation import Delta, generate
 from serving.api.http.body import read_body
-from serving.api.http.errors import CLIENT_CLOSED_REQUEST
 from serving.api.http.logprobs import completion_logprobs, prompt_logprobs
 from serving.api.http.requests import CompletionRequest
 from serving.api.http.responses import (
@@ -24,9 +23,8 @@ from serving.api.http.responses import (
 from serving.api.http.sending import (
     SSE_DONE,
     event_stream,
-    json_response,
+    json_when_done,
     sse,
-    unless_disconnected,
 )
 from serving.api.service import Service
 from serving.errors import InvalidRequest
@@ -217,6 +215,5 @@ async def completions(service: Service, request: Request) -> Response:
     completion = await prepare(service, body)
     if body.stream:
         return await event_stream(request, _frames(service, completion))
-    result = await unless_disconnected(request, _collect(service, completion))
-    return json_response(result) if result is not None else Response(status_code=CLIENT_CLOSED_REQUEST)
+    return await json_when_done(request, _collect(service, completion))
 

@@ -21,6 +21,12 @@ def json_response(body: Any) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
+async def json_when_done(request: Request, work: Coroutine[Any, Any, Any]) -> Response:
+    """The result of `work`, unless the client goes away before."""
+    result = await unless_disconnected(request, work)
+    return json_response(result) if result is not None else Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
 def sse(body: Any) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
