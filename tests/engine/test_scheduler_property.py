@@ -66,7 +66,7 @@ def test_random_workloads(num_groups, seed, num_steps):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_groups", [1, 2, 3, 4])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_ten_thousand_steps(seed, num_groups):
     rng = random.Random(seed)
     done = preempted = reused = 0
