@@ -83,18 +83,14 @@ def keep_in_place(old: Int[np.ndarray, " P"], new: Int[np.ndarray, " P"], num_de
     olds, news = (a.reshape(num_nodes, num_devices // num_nodes, -1) for a in (old, new))
     kept = []
     for of_old, of_new in zip(olds, news, strict=True):
-        free = list(range(len(of_new)))
-        for device in of_old:
-            best = max(free, key=lambda other: _common(device, of_new[other]))  # noqa: B023  # called at once
-            free.remove(best)
-            kept.append(_in_order(device, of_new[best]))
+        # stay[i, j]: how many experts of the old device i need not move if it becomes the new device j
+        held = [(devices[:, :, None] == np.arange(old.max() + 1)).sum(1) for devices in (of_old, of_new)]
+        stay = np.array([np.minimum(counts, held[1]).sum(1) for counts in held[0]])
+        for device, experts in enumerate(of_old):
+            best = int(np.argmax(stay[device]))
+            stay[:, best] = -1
+            kept.append(_in_order(experts, of_new[best]))
     return np.concatenate(kept)
-
-
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """How many of a's experts need not move to become b's."""
-    size = max(a.max(), b.max()) + 1
-    return int(np.minimum(np.bincount(a, minlength=size), np.bincount(b, minlength=size)).sum())
 
 
 def _in_order(old: np.ndarray, new: np.ndarray) -> np.ndarray:

@@ -26,7 +26,8 @@ class ServedExperts:
         self._fixed = first_placement(len(self._layers), num_experts, backend.num_places)
         self._rebalancer = None
         if backend.max_replicas is not None:
-            num_nodes = len({device.process_index for device in rules.mesh.devices.flat})
+            num_hosts = len({device.process_index for device in rules.mesh.devices.flat})
+            num_nodes = num_hosts if self._devices % num_hosts == 0 else 1
             self._rebalancer = Rebalancer(program.params, program.paths, config, rules, backend, num_nodes=num_nodes)
         self._news = False
 

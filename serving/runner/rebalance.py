@@ -1,7 +1,7 @@
 """Moves experts between devices while requests run (EPLB), from the load that was measured.
 
 Every `step_interval` steps each layer gets a new placement, which takes effect one layer before each of the next steps:
-its weights move to their places in one compiled exchange, and its tables change with them. What a step computes does
+its weights move to their places in a compiled exchange, and its tables change with them. What a step computes does
 not depend on where experts lie, so a request that runs meanwhile gets the same tokens.
 
 Axis letters: Lm layers with experts, E experts, P places, R most replicas of an expert.
@@ -63,18 +63,19 @@ class Rebalancer:
         return max(program.memory_analysis().temp_size_in_bytes for program in self._compiled.values())
 
     def plan(self, load: Float[np.ndarray, "Lm E"]) -> None:
-        """From now on every call of `move` places one layer for this load."""
-        self._waiting = deque(enumerate(load))
+        """From now on every call of `move` looks at one layer. A plan that is not finished goes on instead."""
+        if not self._waiting:
+            self._waiting = deque(enumerate(load))
 
     def move(self) -> None:
-        """The next layer that is worth it. Between two steps."""
-        while self._waiting:
-            layer, load = self._waiting.popleft()
-            old, new = self.placement[layer], self._placed_for(layer, load)
-            even = partial(balancedness, load[None], num_devices=self._devices)
-            if even(placement=new[None])[0] >= _WORTH * even(placement=old[None])[0]:
-                self._move(layer, new)
-                return
+        """The next layer, if it is worth it. Between two steps."""
+        if not self._waiting:
+            return
+        layer, load = self._waiting.popleft()
+        old, new = self.placement[layer], self._placed_for(layer, load)
+        even = partial(balancedness, load[None], num_devices=self._devices)
+        if even(placement=new[None])[0] >= _WORTH * even(placement=old[None])[0]:
+            self._move(layer, new)
 
     def _placed_for(self, layer: int, load: Float[np.ndarray, " E"]) -> Int[np.ndarray, " P"]:
         num_nodes = 1 if self._groups % self._num_nodes else self._num_nodes

@@ -18,6 +18,7 @@ from model.families.registry import param_sources, read_config
 from model.transformer import Transformer, param_axes, param_dtypes, with_params
 from serving.config import EplbConfig
 from serving.errors import ConfigError
+from serving.flags import parse_flags
 from serving.llm import LLM
 from serving.request import ExpertStats
 from serving.runner.placing import place_experts, stored_shape
@@ -112,8 +113,28 @@ def test_a_skewed_layer_evens_out_and_computes_the_same():
     np.testing.assert_allclose(got, want, atol=LOGITS_FLOAT32, rtol=0)
     np.testing.assert_array_equal(again, load)
     rebalancer.plan(np.asarray(load))
-    rebalancer.move()
+    for _ in load:
+        rebalancer.move()
     assert rebalancer.layers_moved == len(load), "what is even already stays"
+
+
+def test_flags():
+    config = '{"num_redundant_experts": 8, "step_interval": 500}'
+    engine = parse_flags(["--enable-expert-parallel", "--enable-eplb", "--enable-dbo", "--eplb-config", config]).engine
+    assert engine.enable_expert_parallel and engine.enable_dbo and engine.enable_eplb
+    assert engine.eplb_config == EplbConfig(num_redundant_experts=8, step_interval=500)
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["--eplb-config", "{"], "'{' is not JSON"),
+    (["--eplb-config", "[]"], "not an object; it may have num_redundant_experts, step_interval, window_size"),
+    (["--enable-eplb", "--eplb-config", '{"use_async": true}'], "unknown use_async"),
+    (["--enable-eplb", "--eplb-config", '{"window_size": 0}'], "window_size is 0, must be a whole number"),
+    (["--eplb-config", '{"window_size": 5}'], "give --enable-eplb too"),
+])  # fmt: skip
+def test_bad_flags_are_refused(argv: list[str], message: str):
+    with pytest.raises(ConfigError, match=message):
+        parse_flags(argv)
 
 
 def test_flags_that_a_model_cannot_have_are_refused(tokenizer: str):
