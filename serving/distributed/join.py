@@ -20,26 +20,30 @@ def join_hosts(plan: HostPlan | None, fingerprint: Mapping[str, str]) -> Hosts:
     """Before anything asks jax for its devices. Raises ConfigError on every host for what is wrong with one."""
     if plan is None:
         return Alone()
+    bind = None
     if plan.rank == 0:
-        _check_port(plan)
-        hosts: Hosts = wait_for_followers(plan, listen(plan), fingerprint)
+        listener = listen(plan)
+        bind = _coordinator_address(plan, listener.getsockname()[0])
+        hosts: Hosts = wait_for_followers(plan, listener, fingerprint)
     else:
         hosts = join_leader(plan, fingerprint)
-    _start_jax(hosts)
+    _start_jax(hosts, bind)
     if plan.rank > 0:
         write_own_cache(plan.rank)
     return hosts
 
 
-def _check_port(plan: HostPlan) -> None:
-    """The coordinator would only log that its port is taken."""
+def _coordinator_address(plan: HostPlan, host: str) -> str:
+    """Where the coordinator listens. A taken port shows here: jax would only log it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        socket.create_server(("", plan.port)).close()
+        socket.create_server((host, plan.port), family=family).close()
     except OSError as error:
         raise ConfigError(f"cannot bind --master-port {plan.port}: {error.strerror}; choose another") from error
+    return f"[{host}]:{plan.port}" if ":" in host else f"{host}:{plan.port}"
 
 
-def _start_jax(hosts: Hosts) -> None:
+def _start_jax(hosts: Hosts, bind: str | None) -> None:
     plan = hosts.plan
     explain_aborts(hosts.over)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # CPUs have none of their own across processes
@@ -47,6 +51,7 @@ def _start_jax(hosts: Hosts) -> None:
     try:
         jax.distributed.initialize(
             f"{host}:{plan.port}", plan.count, plan.rank,
+            coordinator_bind_address=bind,
             cluster_detection_method="deactivate",  # ours has decided
             initialization_timeout=int(max(plan.timeout_seconds, 1)),
             heartbeat_timeout_seconds=JAX_HEARTBEAT_SECONDS,

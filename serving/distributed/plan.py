@@ -213,4 +213,5 @@ def _checked(found: Found, name: str) -> Found:
 
 
 def _listed(given: Mapping[str, int | float | str]) -> str:
-    return " ".join(f"{flag} {value}" for flag, value in given.items())
+    return " ".join(f"{flag} {value:g}" if isinstance(value, float) else f"{flag} {value}"
+                    for flag, value in given.items())  # fmt: skip
