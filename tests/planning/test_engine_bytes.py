@@ -26,8 +26,8 @@ def bytes_on_a_device(tree) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, mesh", [("mixtral", "2x4")])
-def test_bytes_by_kind(name: str, mesh: str):
+def test_bytes_by_kind(name: str = "llama-gqa-tied", mesh: str = "2x4"):
+    """Kv heads over `tensor`, groups over `data`."""
     loaded = load_model(EngineConfig(model=str(GOLDENS / name), mesh=mesh, dtype="float32", block_size=8))
     config = RunnerConfig(**SIZES, may_shorten=False, num_pages=None, memory_share=1e-2)  # type: ignore[arg-type]
     runner = ModelRunner(loaded.model, config, loaded.kernels)
