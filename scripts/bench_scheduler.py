@@ -77,11 +77,13 @@ def step_seconds(scheduler: Scheduler, workload: Workload, rows: int, num_steps:
             in_flight.append(step)
         if len(in_flight) > 1 or step is None:
             done = in_flight.popleft()
-            num_rows = len(done.plan.rows)
-            nothing = [None] * num_rows
-            scheduler.update(done, StepResult(token_ids=[7] * num_rows, logprobs=nothing, prompt_logprobs=nothing))
+            scheduler.update(done, result_of(len(done.plan.rows)))
         times.append(time.thread_time() - began)
     return times
+
+
+def result_of(num_rows: int) -> StepResult:
+    return StepResult(token_ids=[7] * num_rows, logprobs=[None] * num_rows, prompt_logprobs=[None] * num_rows)
 
 
 def main() -> None:
