@@ -11,9 +11,9 @@ the same tokens, k experts a token and D numbers a row:
     GatherTokens    tokens (G-1) T D          sums scattered (G-1) T D    and summed over t: 2 (t-1)/t T D
     ExchangeRows    rows T/t k D (n-1)/n      the same again, back        and shared by t: (t-1)/t T D
 
-Rows travel in the model's dtype, the sums of GatherTokens in float32. An exchange wins with many groups (G-1 above k/t)
-and with many tokens (GatherTokens sorts and writes the rows of all groups on every device, T G k of them, ExchangeRows
-T k/t). GatherTokens wins with few tokens: fewer collectives, and none waits for counts.
+All in the model's dtype. An exchange wins with many groups (G-1 above k/t) and with many tokens (GatherTokens sorts and
+writes the rows of all groups on every device, T G k of them, ExchangeRows T k/t). GatherTokens wins with few tokens:
+fewer collectives, and none waits for counts.
 
 Axis letters: T tokens, D model dim, k experts of a token, P places (replicas of experts), M rows, A places that sizes
 count.

@@ -180,6 +180,21 @@ def test_weights_of_inputs_by_hand():
     np.testing.assert_allclose(got, [[0.25 + 0.75, 1 + 1.5], [9 + 36, 12 + 64]], rtol=1e-6)
 
 
+def test_what_pads_a_step_is_sent_nowhere():
+    """Nor does it take a replica of an expert: tokens do so in turn, by their number in the step."""
+    layer, _ = small_moe("1x1", ExpertOptions())
+    seen, way = [], layer.experts.dispatch
+
+    def spy(tokens: Choices, *rest) -> jax.Array:
+        seen.append(np.asarray(tokens.places))
+        return way(tokens, *rest)
+
+    layer.experts.dispatch = spy
+    nothing, x = jnp.zeros(0, jnp.int32), jnp.ones((6, 16))
+    layer(x, StepBatch(nothing, nothing, nothing, nothing, jnp.array([0, 3, 4]), nothing))
+    assert (seen[0][:4] < 8).all() and (seen[0][4:] == 8).all(), "places 0 to 7 are experts"
+
+
 def test_the_way_follows_from_bytes_and_size():
     """Eight experts a token on eight devices: gathering moves no more bytes, but in a large step sorting costs more."""
     config = read_config(harness.config_json("qwen3-moe"))
