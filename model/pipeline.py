@@ -56,6 +56,11 @@ def num_micro_batches(num_tokens: int, num_rows: int, stages: int, platform: str
     return count
 
 
+def bubble(micro_batches: int, stages: int) -> float:
+    """The share of the stages' time that is idle."""
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
 def stacks_of_stage(config: ModelConfig, rules: AxisRules) -> tuple[StackSpec, ...]:
     """What a stage holds of each of the model's stacks; `first_layer` counts its own layers.
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 
 import jax
 
+from model import pipeline
 from model.build import Kernels
 from model.transformer import Path, Transformer
 from serving.request import EngineInfo
@@ -23,6 +24,7 @@ def start_report(runner: ModelRunner, model: Transformer, params: Mapping[Path, 
         f"Model {config.family}: {info.num_parameters / 1e6:.1f}M parameters, {config.num_layers} layers, {info.dtype}",
         f"Mesh {info.mesh} on {jax.default_backend()} ({rules.mesh.size} of {jax.device_count()} devices)",
         *(f"  {line}" for line in draw_mesh(rules.mesh) if rules.mesh.size > 1),
+        *_pipeline_lines(runner, rules),
         *_kernel_lines(kernels),
         f"Bytes{' on each device' if rules.mesh.size > 1 else ''}: " +
         ", ".join(f"{kind} {_size(count)}" for kind, count in usage.items()) + f"; {_limit(runner, usage)}",
@@ -69,6 +71,18 @@ def _name(path: Path) -> str:
     """`stacks.0.layers.0.mlp.gate` to `mlp.gate`: the same in all layers."""
     parts = [part for part in path if not part.isdigit() and part not in ("stacks", "layers")]
     return ".".join(parts)
+
+
+def _pipeline_lines(runner: ModelRunner, rules: AxisRules) -> Iterator[str]:
+    stages, platform = pipeline.num_stages(rules), rules.mesh.devices.flat[0].platform
+    if stages == 1:
+        return
+    decode = max(shape for shape in runner.shapes if shape.num_tokens == shape.num_rows)
+    for what, shape in (("Decoding", decode), ("The largest step", runner.shapes[-1])):
+        count = pipeline.num_micro_batches(shape.num_tokens, shape.num_rows, stages, platform)
+        parts = "whole" if count == 1 else f"in {count} micro-batches"
+        idle = pipeline.bubble(count, stages)
+        yield f"{what} ({shape}) passes {stages} stages {parts}: {idle:.0%} of their time is idle"
 
 
 def _kernel_lines(kernels: Kernels) -> Iterator[str]:

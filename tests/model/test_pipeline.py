@@ -105,8 +105,8 @@ def test_idle_ticks_are_those_of_the_formula(mesh: str, num_tokens: int, micro_b
     stages = len(counts)
     assert count == micro_batches
     assert (counts == [count + stages - 1, count, num_tokens]).all()
-    bubble = 1 - counts[:, 1].sum() / counts[:, 0].sum()
-    assert bubble == pytest.approx((stages - 1) / (count + stages - 1))
+    measured = 1 - counts[:, 1].sum() / counts[:, 0].sum()
+    assert measured == pytest.approx(pipeline.bubble(count, stages)) == pytest.approx((stages - 1) / counts[0, 0])
 
 
 def test_bfloat16_compiles_on_a_cpu():

@@ -26,7 +26,7 @@ def run(model: Path, tokenizer: str, mesh: str) -> list[RequestOutput]:
     golden = np.load(GOLDENS / "olmo2" / "golden.npz" if model.parent != GOLDENS else model / "golden.npz")
     prompts = [{"prompt_token_ids": golden[f"prompt_{i}"].tolist()} for i in range(3)]
     sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, prompt_logprobs=1)
-    with LLM(str(model), tokenizer=tokenizer, mesh=mesh, progress=False, check_integrity=True, **SIZES) as llm:
+    with LLM(str(model), tokenizer=tokenizer, mesh=mesh, progress=True, check_integrity=True, **SIZES) as llm:
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
         assert llm.service.engine.stats.compile_misses == 0
         return outputs
@@ -36,10 +36,13 @@ def run(model: Path, tokenizer: str, mesh: str) -> list[RequestOutput]:
     ("olmo2", "pipeline=2"),
     pytest.param("gpt-oss", "pipeline=2,tensor=2,data=2", marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_greedy(name: str, mesh: str, tokenizer: str):
+def test_greedy(name: str, mesh: str, tokenizer: str, capsys: pytest.CaptureFixture[str]):
     golden = np.load(GOLDENS / name / "golden.npz")
     for number, output in enumerate(run(GOLDENS / name, tokenizer, mesh)):
         assert output.outputs[0].token_ids == golden[f"greedy_{number}"].tolist(), f"prompt {number}"
+    told = capsys.readouterr().err
+    assert "Decoding (2 tokens x 2 rows) passes 2 stages whole: 50% of their time is idle" in told
+    assert "The largest step (64 tokens x 2 rows) passes 2 stages in 4 micro-batches: 20% of their time is idle" in told
 
 
 @pytest.mark.slow
