@@ -64,8 +64,7 @@ class Write(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class Step(msgspec.Struct, frozen=True, tag=True):
     """Everything a host needs to run the step that host 0 runs: the slots to write first, the shape, the vector."""
 
-    num_tokens: int
-    num_rows: int
+    shape: tuple[int, ...]  # the fields of `StepShape`
     packed: bytes
     writes: list[Write] = []
 

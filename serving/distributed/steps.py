@@ -1,5 +1,7 @@
 """A packed step as a message, and back. Arrays travel as the bytes of int32 in this machine's order."""
 
+from dataclasses import astuple
+
 import numpy as np
 
 from serving.distributed.messages import Step, Write
@@ -22,7 +24,7 @@ def to_message(step: PackedStep) -> Step:
         )
         for group, update in step.updates
     ]
-    return Step(step.shape.num_tokens, step.shape.num_rows, _bytes(step.packed), writes)
+    return Step(astuple(step.shape), _bytes(step.packed), writes)
 
 
 def from_message(message: Step, num_groups: int) -> PackedStep:
@@ -42,7 +44,7 @@ def from_message(message: Step, num_groups: int) -> PackedStep:
         for write in message.writes
     ]
     packed = _ints(message.packed).reshape(num_groups, -1)
-    return PackedStep(StepShape(message.num_tokens, message.num_rows), packed, updates)
+    return PackedStep(StepShape(*message.shape), packed, updates)
 
 
 def _bytes(values: Tokens | np.ndarray) -> bytes:

@@ -87,7 +87,7 @@ def everywhere(leader: LeaderHosts, followers: list[FollowerHosts], act: Callabl
 
 def test_steps_arrive_whole_and_in_order():
     with joined(3) as (leader, followers):
-        steps = [Step(32, 2, bytes([number % 256]) * size) for number, size in enumerate([0, 1, 1000, 5_000_000, 3])]
+        steps = [Step((32, 2), bytes([number % 256]) * size) for number, size in enumerate([0, 1, 1000, 5_000_000, 3])]
         with ThreadPoolExecutor() as pool:
             reading = [pool.submit(lambda one=one: [one.next_step() for _ in steps]) for one in followers]
             for step in steps:

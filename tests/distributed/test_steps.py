@@ -19,9 +19,9 @@ def test_a_step_survives_its_way():
                        output_token_ids=[8])),
     ]  # fmt: skip
     packed = np.random.default_rng(0).integers(-(2**31), 2**31, (2, 37)).astype(np.int32)
-    wire = msgspec.msgpack.encode(to_message(PackedStep(StepShape(32, 8), packed, updates)))
+    wire = msgspec.msgpack.encode(to_message(PackedStep(StepShape(32, 8, 4), packed, updates)))
     step = from_message(msgspec.msgpack.decode(wire, type=FromLeader), num_groups=2)
-    assert step.shape == StepShape(32, 8)
+    assert step.shape == StepShape(32, 8, 4)
     np.testing.assert_array_equal(step.packed, packed)
     assert len(wire) < packed.nbytes + 500
     for (group, got), (same_group, want) in zip(step.updates, updates, strict=True):
