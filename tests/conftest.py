@@ -1,4 +1,6 @@
-"""Before anything imports jax: CPU only, 8 simulated devices, one compilation cache for all test processes."""
+"""Before anything imports jax: CPU only, 8 simulated devices, one compilation cache for all test processes, and quick
+compilation: tiny models take seconds to compile and milliseconds to run. Modules marked `optimized` compile as a server
+does, and so do the servers of tests/e2e."""
 
 import gc
 import os
@@ -15,6 +17,19 @@ os.environ["XLA_FLAGS"] = " ".join(
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "0"
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_as_served(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.node.get_closest_marker("optimized") is None:
+        yield
+        return
+    import jax  # after the environment above
+
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture(autouse=True)

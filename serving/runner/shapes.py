@@ -48,12 +48,14 @@ def step_shapes(
     max_num_seqs: int, max_num_batched_tokens: int, spreading: Spreading | None = None
 ) -> tuple[StepShape, ...]:
     """Powers of two: decode shapes from 2 rows (one-row products are slow on CPU); a small mixed shape, so that a short
-    prompt on an idle server is quick; mixed shapes with all rows. The largest shape comes last.
+    prompt on an idle server is quick; mixed shapes with all rows, where steps may be larger. The largest comes last.
     """
     rows = _powers(2, max_num_seqs)
     most = rows[-1]
     tokens = _powers(max(2 * most, 64), max(max_num_batched_tokens, 2 * most))
-    mixed = [StepShape(32, min(most, 8)), *(StepShape(t, most) for t in tokens)]
+    small = StepShape(32, min(most, 8))
+    holds_all = small.num_rows == most and small.num_tokens >= max_num_batched_tokens
+    mixed = [small] if holds_all else [small, *(StepShape(t, most) for t in tokens)]
     return (*(StepShape(r, r) for r in rows), *_spread(tokens, most, spreading), *mixed)
 
 

@@ -17,7 +17,7 @@ PROMPTS = GOLDEN["prompts"]
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 SIZES = dict(max_model_len=512, max_num_seqs=32, max_num_batched_tokens=128, num_pages=400, dtype="float32")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
 
 @contextmanager
@@ -147,7 +147,7 @@ def test_in_chunks_of_16(with_options):
 
 
 def test_after_preemptions_in_a_tiny_pool(with_options):
-    with engine(num_pages=60) as llm:
+    with engine(num_pages=60, max_num_seqs=16) as llm:
         check(run(llm))
         greedy_preemptions = llm.service.engine.stats.num_preemptions
         assert greedy_preemptions > 0
@@ -155,7 +155,8 @@ def test_after_preemptions_in_a_tiny_pool(with_options):
         assert llm.service.engine.stats.num_preemptions > greedy_preemptions
 
 
-@pytest.mark.parametrize("mesh, count", [("8x1", 20), ("4x2", 20), ("1x8", 6)])
-def test_on_a_mesh(mesh: str, count: int):
-    with engine(mesh=mesh) as llm:
-        check(run(llm, PROMPTS[:count]), PROMPTS[:count])
+@pytest.mark.parametrize("mesh", ["8x1", "4x2", "1x8"])
+def test_on_a_mesh(mesh: str):
+    """Few of them, in few shapes: all simulated devices share the cores."""
+    with engine(mesh=mesh, max_num_seqs=8, max_num_batched_tokens=32) as llm:
+        check(run(llm, PROMPTS[:8]), PROMPTS[:8])

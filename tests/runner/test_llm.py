@@ -9,7 +9,7 @@ from serving.errors import EngineDead, InvalidRequest
 from serving.llm import LLM, SamplingParams
 from tests.runner.test_greedy_goldens import SIZES
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 PROMPT = "Once upon a time"
 
 

@@ -23,6 +23,11 @@ def test_the_set_for_a_small_server():
     )  # fmt: skip
 
 
+def test_the_set_for_small_steps():
+    assert step_shapes(3, 32) == (StepShape(2, 2), StepShape(4, 4), StepShape(32, 4))
+    assert step_shapes(3, 33)[-1] == StepShape(64, 4) and step_shapes(9, 32)[-1] == StepShape(64, 16)
+
+
 @given(max_num_seqs=st.integers(1, 300), extra=st.integers(0, 5000), data=st.data())
 def test_every_legal_step_has_a_shape(max_num_seqs, extra, data):
     shapes = step_shapes(max_num_seqs, max_num_seqs + extra)
