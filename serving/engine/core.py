@@ -68,7 +68,8 @@ class EngineCore:
                 self._serve_commands()
                 self._step()
         except Exception as error:  # of any kind: the requests must hear of it, and it goes on up
-            self._publish(self._scheduler.abort_all("error", f"the engine failed: {error!r}"))
+            why = str(error) if isinstance(error, PageloomError) else f"the engine failed: {error!r}"
+            self._publish(self._scheduler.abort_all("error", why))
             raise
 
     def _is_over(self) -> bool:
