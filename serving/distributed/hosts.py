@@ -85,10 +85,10 @@ class Hosts(ABC):
             if self._leaving or self.over.done():
                 return
             self.over.set_result(message)
-        self._tell(message)
         timer = threading.Timer(GRACE_SECONDS, self._exit, args=(message,))
         timer.daemon = True
         timer.start()
+        self._tell(message)  # may wait for a host that does not read
 
     @abstractmethod
     def _tell(self, message: str) -> None:

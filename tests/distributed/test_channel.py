@@ -264,3 +264,21 @@ def test_messages_of_followers_cannot_be_large():
             line.receive(2, largest=1_000_000)
         line.close()
     server.close()
+
+
+def test_a_host_that_reads_no_more(exits: list[str], monkeypatch: pytest.MonkeyPatch):
+    """It beats, as a frozen machine's kernel may acknowledge, but host 0 is stuck in sending it a step."""
+    with meeting(3) as (pool, led):
+        stuck = Connection(socket.create_connection(("127.0.0.1", PORT)), FromLeader)
+        stuck.send(Hello(1, SAME))
+        other = pool.submit(follower, 2, 3)
+        leader = led.result(10)
+        sending = pool.submit(leader.send, Step((1, 1), bytes(30_000_000)))
+        time.sleep(0.3)
+        assert not sending.done()
+        other.result(10)._connection.close()
+        with pytest.raises(EngineDead, match="^host 2"):
+            leader.wait(sending)
+        wait_until(lambda: exits)
+        stuck.close()
+        leader.goodbye()
