@@ -48,7 +48,7 @@ class MoE(nnx.Module):
     def __init__(self, config: ModelConfig, spec: MoESpec, rules: AxisRules, backend: ExpertsBackend, *,
                  rngs: nnx.Rngs, dtype: jnp.dtype):
         D, E = config.hidden_size, spec.routing.num_experts
-        self.routing = spec.routing
+        self.rules, self.routing = rules, spec.routing
         # The router decides between close numbers: in float32, whatever the rest is in.
         self.router = param((D, E), ("embed", None), rngs=rngs, dtype=jnp.dtype(jnp.float32))
         bias = param((E,), (None,), rngs=rngs, dtype=jnp.dtype(jnp.float32)) if spec.routing.bias is not None else None
@@ -63,8 +63,7 @@ class MoE(nnx.Module):
                  ) -> tuple[Float[Array, "T D"], Int[Array, "G E"]]:  # fmt: skip
         """See `Experts`."""
         wide = x.astype(jnp.float32)
-        logits = jnp.einsum("td,de->te", wide, self.router[...], precision=jax.lax.Precision.HIGHEST)
-        chosen, weights = route(self.routing, logits, None if self.router_bias is None else self.router_bias[...])
+        chosen, weights = self._route(wide)
         out, load = self.experts(x, chosen, weights, batch, layer)
         if self.shared is None:
             return out, load
@@ -72,3 +71,15 @@ class MoE(nnx.Module):
         if self.shared_gate is not None:
             shared = shared * jax.nn.sigmoid(wide @ self.shared_gate[...].astype(jnp.float32)).astype(x.dtype)
         return out + shared, load
+
+    def _route(self, x: Float[Array, "T D"]) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
+        """Of each device's tokens: XLA would gather those of all data groups for a `top_k`."""
+        def choose(x: jax.Array, router: jax.Array, *bias: jax.Array) -> tuple[jax.Array, jax.Array]:
+            logits = jnp.einsum("td,de->te", x, router, precision=jax.lax.Precision.HIGHEST)
+            return route(self.routing, logits, *bias)
+
+        bias = () if self.router_bias is None else (self.router_bias[...],)
+        of_token, of_choices = ("tokens", None), (len(x), self.routing.top_k)
+        return self.rules.map_over_shards(choose, (x, self.router[...], *bias),
+                                          (of_token, (None, None), *[(None,)] * len(bias)), (of_token, of_token),
+                                          (of_choices, of_choices))  # fmt: skip
