@@ -70,6 +70,9 @@ class GatherTokens:
             out = lax.psum_scatter(out, both, tiled=True)
         return lax.psum(out, only) if only else out
 
+    def __str__(self) -> str:
+        return "gathered"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeRows:
@@ -108,6 +111,9 @@ class ExchangeRows:
         padded = Choices(*(jnp.concatenate(pair) for pair in zip(tokens, nowhere, strict=True)))
         return padded.map(lambda a: lax.dynamic_slice_in_dim(a, at, each))
 
+    def __str__(self) -> str:
+        return "exchanged"
+
 
 @dataclass(frozen=True, kw_only=True)
 class BySize:
@@ -120,6 +126,9 @@ class BySize:
     def __call__(self, tokens: Choices, token_axes: MeshAxes, apply: ApplyExperts) -> Float[Array, "T D"]:
         way = self.small if len(tokens.x) < self.from_tokens else self.large
         return way(tokens, token_axes, apply)
+
+    def __str__(self) -> str:
+        return f"{self.small} in steps of fewer than {self.from_tokens} tokens, else {self.large}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +146,9 @@ class TwoMicroBatches:
         halves = tokens.map(lambda a: a[:half]), tokens.map(lambda a: a[half:])
         return jnp.concatenate([self.way(one, token_axes, apply) for one in halves])
 
+    def __str__(self) -> str:
+        return f"{self.way}, in two micro-batches from {self.from_tokens} tokens on"
+
 
 @dataclass(frozen=True, kw_only=True)
 class WeightedInputs:
@@ -150,6 +162,9 @@ class WeightedInputs:
         places = tokens.places.reshape(-1, 1)
         alone = Choices(x.reshape(len(places), -1), places, jnp.ones(places.shape, tokens.weights.dtype))
         return self.way(alone, token_axes, apply).reshape(x.shape).sum(1)
+
+    def __str__(self) -> str:
+        return str(self.way)
 
 
 def count(numbers: Int[Array, "*any"], size: int) -> Int[Array, " size"]:

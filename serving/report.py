@@ -92,6 +92,10 @@ def _kernel_lines(kernels: Kernels) -> Iterator[str]:
             simulated = ", simulated on the CPU: exact and slow" if choice.simulated else ""
             because = "" if choice.fallback is None else f", because of {choice.fallback}"
             yield f"{what}: {choice.name}{simulated}{because}"
+    if (experts := kernels.experts) is not None:
+        held, places = experts.matmuls.spec.num_experts, experts.num_places
+        redundant = f", {experts.max_replicas - 1} of them redundant; they move" if experts.max_replicas else ""
+        yield f"  {places} in each layer{redundant}; {held} on a device; rows are {experts.dispatch}"
 
 
 def _limit(runner: ModelRunner, usage: Mapping[str, int]) -> str:

@@ -1,5 +1,6 @@
 """Mixtures of experts: routing against numpy, the layer against every expert computed, and what a device reads."""
 
+import re
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from model.families.registry import param_sources, read_config
 from model.layers import gated
 from model.moe import MoE, route
 from model.transformer import param_axes
+from sharding.exchange import ragged_exchange
 from sharding.expert_placement import first_placement, places_of
 from sharding.mesh import make_mesh, parse_mesh
 from tests.model import harness
@@ -178,6 +180,24 @@ def test_weights_of_inputs_by_hand():
     way = WeightedInputs(way=GatherTokens(axes=(), num_places=2, held=2))
     got = way(Choices(x, places, jnp.array([[0.5, 0.25], [1.0, 2.0]])), (), apply)
     np.testing.assert_allclose(got, [[0.25 + 0.75, 1 + 1.5], [9 + 36, 12 + 64]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_collectives_of_an_exchange(halves: bool):
+    """As for a TPU: counts, rows there, rows back, and the group's share of its results; nothing else."""
+    layer, _ = small_moe("4x2", replace(RAGGED, two_micro_batches=halves))
+    way = layer.experts.dispatch
+    exchange = way.way if halves else way
+    ragged = replace(exchange, large=replace(exchange.large, exchange=ragged_exchange))
+    layer.experts.dispatch = replace(way, way=ragged) if halves else ragged
+    nothing = jnp.zeros(0, jnp.int32)
+    batch = StepBatch(nothing, nothing, nothing, nothing, jnp.array([0, 40, 0, 40]), nothing)
+    text = str(jax.make_jaxpr(lambda x: layer(x, batch))(jnp.ones((128, 16))))
+    kinds = ("all_gather", "ragged_all_to_all", "all_to_all", "psum", "psum_invariant", "reduce_scatter", "ppermute")
+    found = {kind: len(re.findall(rf"= {kind}\[", text)) for kind in kinds}
+    assert {kind: count for kind, count in found.items() if count} == {
+        "all_gather": 4 if halves else 2, "ragged_all_to_all": 4 if halves else 2,
+    }  # fmt: skip
 
 
 def test_what_pads_a_step_is_sent_nowhere():
