@@ -6,6 +6,7 @@ overlap, so that the longer one counts; the network is waited for (no overlap is
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from scripts.planning.counting import Collective, Counts
 from scripts.planning.topology import Topology
@@ -69,33 +70,50 @@ class Line:
 
 
 @dataclass(frozen=True)
+class Travel:
+    """A collective of the compiled steps: `line` gives its bytes for steps of `least` to `most` tokens."""
+
+    one: Collective
+    times: int
+    line: Line
+    least: float = 0
+    most: float = float("inf")
+
+
+@dataclass(frozen=True)
 class CompiledCosts:
     """Two compiled steps, of few tokens and of many, and what lies between. Attention and experts are kernels, which
     are not in these counts, unless XLA computes them."""
 
     flops: Line
     bytes: Line
-    collectives: tuple[tuple[Collective, int, Line], ...]  # of the small step, how often, bytes by tokens
+    collectives: tuple[Travel, ...]
 
     @staticmethod
     def of(small: tuple[int, Counts], large: tuple[int, Counts]) -> "CompiledCosts":
         (t0, a), (t1, b) = small, large
-        # The same program but for its sizes: collectives of a kind and group pair up in order of their bytes.
-        pairs = []
-        for key in sorted({(c.kind, c.devices, c.stride) for c in a.collectives}):
+        # The same program but for its sizes, so that collectives of a kind and group pair up in order of their bytes.
+        # Those without a partner are another way for tokens to travel: for up to t0 of them, or for more.
+        found = []
+        for key in sorted({(c.kind, c.devices, c.stride) for c in (*a.collectives, *b.collectives)}):
             few, many = (
                 sorted(c for c in counts.collectives if (c.kind, c.devices, c.stride) == key) for counts in (a, b)
             )
-            for n, one in enumerate(few):
-                other = many[n].bytes if n < len(many) else one.bytes
-                pairs.append((one, a.collectives[one], Line.through((t0, one.bytes), (t1, other))))
+            for one, other in zip_longest(few, many):
+                if other is None:
+                    found.append(Travel(one, a.collectives[one], Line(0, one.bytes / t0), most=t0))
+                elif one is None:
+                    found.append(Travel(other, b.collectives[other], Line(0, other.bytes / t1), least=t0 + 1))
+                else:
+                    found.append(Travel(one, a.collectives[one], Line.through((t0, one.bytes), (t1, other.bytes))))
         return CompiledCosts(Line.through((t0, a.flops), (t1, b.flops)),
-                             Line.through((t0, a.hbm_bytes), (t1, b.hbm_bytes)), tuple(pairs))  # fmt: skip
+                             Line.through((t0, a.hbm_bytes), (t1, b.hbm_bytes)), tuple(found))  # fmt: skip
 
     def replace_in(self, cost: StepCost, tokens: int) -> StepCost:
         """The step's cost with the dense part and the collectives as compiled."""
         found: Counter[Collective] = Counter()
-        for one, times, line in self.collectives:
-            found[replace(one, bytes=round(line.at(tokens)))] += times
+        for travel in self.collectives:
+            if travel.least <= tokens <= travel.most:
+                found[replace(travel.one, bytes=round(travel.line.at(tokens)))] += travel.times
         dense = Cost(self.flops.at(tokens), self.bytes.at(tokens))
         return StepCost(dense=dense, attention=cost.attention, experts=cost.experts, collectives=found)

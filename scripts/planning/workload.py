@@ -141,7 +141,7 @@ def _dispatch(p: Placement, way: Dispatch, tokens: int) -> list[Collective]:
             found = []
             if "data" in way.axes:
                 found += [Collective("all-gather", groups * tokens * D * width, groups, n),
-                          Collective("reduce-scatter", groups * tokens * D * 4, groups, n)]  # fmt: skip
+                          Collective("reduce-scatter", groups * tokens * D * sum_bytes(p), groups, n)]  # fmt: skip
             if "tensor" in way.axes:
                 found.append(Collective("all-reduce", tokens * D * sum_bytes(p), n))
             return found

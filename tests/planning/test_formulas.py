@@ -1,16 +1,18 @@
 """The planner's formulas against numbers worked out by hand; docs/planning.md derives them."""
 
 import json
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 
 from model.families.registry import read_config
-from scripts.planning.counting import Collective
+from scripts.planning.counting import Collective, Counts
 from scripts.planning.placement import PAGE_SIZE, MeshLayout, Placement, Sizes, devices_of, place
 from scripts.planning.plan import MeshPlan, Question, plan_mesh
-from scripts.planning.roofline import Line, step_seconds
+from scripts.planning.roofline import CompiledCosts, Line, step_seconds
 from scripts.planning.search import layouts, ranked, suggestions
 from scripts.planning.topology import PlanError, parse_topology
 from scripts.planning.workload import Work, attention_cost, experts_cost, step_cost
@@ -88,7 +90,7 @@ def test_tokens_travel_to_experts_as_the_dispatch_says():
     tokens, D = 16, 7168
     small = step_cost(few, Work(decode=tokens, context=100)).collectives
     assert small[Collective("all-gather", 2 * tokens * D * 2, 2, 4)] == 58
-    assert small[Collective("reduce-scatter", 2 * tokens * D * 4, 2, 4)] == 58
+    assert small[Collective("reduce-scatter", 2 * tokens * D * 2, 2, 4)] == 58
     large = step_cost(few, Work(decode=0, context=0, chunk=2048)).collectives
     assert large[Collective("ragged-all-to-all", 2048 // 4 * 8 * D * 2, 8)] == 2 * 58
 
@@ -141,6 +143,20 @@ def test_a_line_through_two_steps():
     line = Line.through((64, 100.0), (1024, 1060.0))
     assert (line.at(64), line.at(1024), line.at(0)) == (100, 1060, 36)
     assert Line.through((64, 100.0), (1024, 50.0)).at(500) == 100
+
+
+def test_what_lies_between_two_compiled_steps():
+    """Sums grow with the tokens; few tokens are gathered, many exchanged."""
+    total, gather = Collective("all-reduce", 6400, 8), Collective("all-gather", 640, 2, 4)
+    few = Counts(flops=10, hbm_bytes=100, collectives=Counter({total: 3, gather: 2}))
+    exchange = Collective("ragged-all-to-all", 2048, 8)
+    many = Counts(flops=100, hbm_bytes=190, collectives=Counter({replace(total, bytes=102400): 3, exchange: 4}))
+    costs = CompiledCosts.of((64, few), (1024, many))
+    formula = step_cost(placed("llama-3-8b", "v6e:2x4", MeshLayout(MeshSpec(tensor=8))), Work(decode=1, context=10))
+    small, large = costs.replace_in(formula, 32), costs.replace_in(formula, 512)
+    assert small.collectives == {replace(total, bytes=3200): 3, replace(gather, bytes=320): 2}
+    assert large.collectives == {replace(total, bytes=51200): 3, replace(exchange, bytes=1024): 4}
+    assert (large.dense.flops, large.attention) == (10 + 448 * 90 / 960, formula.attention)
 
 
 # The network
