@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from serve import main
 from tests.e2e.servers import NONE, Process, serve
 from tests.e2e.tiny_model import DIM, tensors, write_tiny_model
 
@@ -16,15 +17,17 @@ def refusal(folder: Path, *flags: str, variables: Mapping[str, str] = NONE) -> s
     """The line that it prints."""
     with Process(serve("--port", "0", *flags), folder / "log", variables) as process:
         assert process.wait(120) == 2, process.log
-        lines = process.log.replace("\r", "\n").splitlines()
-    lines = [line for line in lines if line and "Loading weights" not in line]
+        return only_line(process.log)
+
+
+def only_line(log: str) -> str:
+    lines = [line for line in log.replace("\r", "\n").splitlines() if line and "Loading weights" not in line]
     assert len(lines) == 1, lines
     assert lines[0].startswith("pageloom: ")
     return lines[0]
 
 
 FLAGS = {
-    ("--flavour", "vanilla"): ("--flavour", "--help"),
     ("--port", "many"): ("--port", "many"),
     ("--port", "70000"): ("70000", "--port"),
     ("--dtype", "float12"): ("float12", "bfloat16"),
@@ -34,6 +37,10 @@ FLAGS = {
     ("--gpu-memory-utilization", "1.5"): ("1.5", "--gpu-memory-utilization"),
     ("--max-num-batched-tokens", "4", "--max-num-seqs", "8"): ("--max-num-batched-tokens", "4", "8"),
     ("--mesh", "2x1", "--tensor-parallel-size", "2"): ("--mesh", "--tensor-parallel-size"),
+}
+
+LATER = {
+    ("--flavour", "vanilla"): ("--flavour", "--help"),
     ("--chat-template", "/no/such/template"): ("/no/such/template",),
     ("--model", "/no/such/model.gguf"): ("/no/such/model.gguf", "--model"),
     ("--tokenizer", "/no/such/tokenizer"): ("/no/such/tokenizer",),
@@ -41,16 +48,26 @@ FLAGS = {
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=" ".join)
-def test_flags(flags: tuple[str, ...], tmp_path: Path):
-    line = refusal(tmp_path, *flags)
+def test_flags(flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    """Refused before there is anything to start: `main` in this process says it too."""
+    monkeypatch.setattr("sys.argv", ["serve", *flags])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    line = only_line(capfd.readouterr().err)
+    assert ended.value.code == 2
     for part in FLAGS[flags]:
         assert part in line
 
 
-MESHES = {
-    "3x3": ("9 devices", "has 1"), "2x1": ("2 devices", "has 1"), "pancake=2": ("pancake",), "0x1": ("0",),
-    "2x": ("2x",), "tensor=two": ("two",), "tp=2": ("'tp'", "tensor"), "pipeline=2": ("2 devices", "data=1"),
-}  # fmt: skip
+@pytest.mark.parametrize("flags", LATER, ids=" ".join)
+def test_what_flags_name(flags: tuple[str, ...], tmp_path: Path):
+    line = refusal(tmp_path, *flags)
+    for part in LATER[flags]:
+        assert part in line
+
+
+# The others are in tests/sharding/test_mesh.py.
+MESHES = {"3x3": ("9 devices", "has 1"), "tp=2": ("'tp'", "tensor"), "pipeline=2": ("2 devices", "data=1")}
 
 
 @pytest.mark.parametrize("mesh", MESHES)
