@@ -63,7 +63,7 @@ def layer_program(layer: ExpertsLayer, devices: Sequence[Any]) -> tuple[Any, ...
     module = nnx.eval_shape(lambda: MoE(config, spec, rules, backend, rngs=nnx.Rngs(0), dtype=dtype))
     structure, state = nnx.split(module)
 
-    def shape_of(path: tuple[Any, ...], variable: nnx.Param) -> nnx.Param:
+    def shape_of(path: tuple[Any, ...], variable: nnx.Variable) -> nnx.Variable:
         shape, axes = variable.get_value().shape, variable.get_metadata("axes")
         if path[0] == "experts":
             shape, axes = (NUM_LAYERS, *shape), ("layers", *axes)
