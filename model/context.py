@@ -28,7 +28,13 @@ from pallas_kernels.ring_attention import api as ring
 from sharding.rules import Axes, AxisRules
 
 AXIS = "context"
-Plans = Mapping[int, ring.RingPlan]  # by the window, 0: none
+
+
+class Plans(NamedTuple):
+    """Of one step and window. None: there are no such rows, or they need no plan."""
+
+    decode: ring.RingPlan | None
+    chunks: ring.RingPlan | None
 
 
 _Model = TypeVar("_Model", bound=nnx.Module)
@@ -113,84 +119,97 @@ class ContextAttention:
         layout = self.paged.layout(num_layers, num_pages, num_kv_heads)
         return replace(layout, page_size=layout.page_size * self.devices)
 
-    def plans(self, rules: AxisRules, batch: StepBatch, windows: Iterable[int | None]) -> Plans:
-        """What attention in all layers of a step needs to know; made once a step."""
-        groups, page_size = rules.num_groups, self.paged.spec.page_size
-        num_tokens, num_rows = len(batch.tokens) // groups, len(batch.kv_lens) // groups
-        if num_tokens == num_rows:
-            return {}
-        if is_spread(rules):
-            per_device, row_pages = num_tokens // self.devices, batch.page_table.shape[1]
-            chunks, stored = min(ring.MAX_CHUNKS, num_rows), self.paged.layout(1, 1, self.paged.spec.num_kv_heads)
-            config = self.ring.config(num_tokens=per_device, num_rows=chunks, row_pages=row_pages, devices=self.devices,
-                                      row_dim=stored.row_dim, side_by_side=stored.side_by_side)  # fmt: skip
-            make = partial(ring.spread_plan, num_tokens=per_device, num_chunks=chunks, config=config)
-        else:
-            make = partial(ring.shared_plan, num_tokens=num_tokens, config=ring.xla_config(page_size))
-        make = partial(make, devices=self.devices, page_size=page_size, axis_name=AXIS)
+    def plans(self, rules: AxisRules, batch: StepBatch, windows: Iterable[int | None]) -> Mapping[int, Plans]:
+        """What attention in all layers of a step needs to know, by the window (0: none); made once a step."""
+        sizes = len(batch.tokens) // rules.num_groups, len(batch.kv_lens) // rules.num_groups
+        make = partial(self._plans, *sizes, batch.page_table.shape[1], is_spread(rules))
         wanted = {window or 0: window for window in windows}
 
         def local(*of_rows: jax.Array):
-            me = lax.axis_index(AXIS)
-            plans = {key: make(ring.Rows(*of_rows), me, window=window) for key, window in wanted.items()}
+            plans = {key: make(ring.Rows(*of_rows), window) for key, window in wanted.items()}
             return (jax.tree.map(lambda x: x[None], plans),)
 
-        (plans,) = rules.map_over_shards(local, batch.of_rows, ROW_AXES, (_PLANS,), ((groups * self.devices,),))
+        shape = (rules.num_groups * self.devices,)
+        (plans,) = rules.map_over_shards(local, batch.of_rows, ROW_AXES, (_PLANS,), (shape,))
         return plans
+
+    def _plans(self, num_tokens: int, num_rows: int, row_pages: int, spread: bool, rows: ring.Rows, window: int | None
+               ) -> Plans:  # fmt: skip
+        """Of one device, for T tokens and S rows."""
+        spec, me = self.paged.spec, lax.axis_index(AXIS)
+        stored = self.paged.layout(1, 1, spec.num_kv_heads)
+        config = partial(self.ring.config, row_pages=row_pages, row_dim=stored.row_dim,
+                         side_by_side=stored.side_by_side)  # fmt: skip
+        common = dict(devices=self.devices, page_size=spec.page_size, axis_name=AXIS, window=window)
+        shared = partial(ring.shared_plan, device=me, **common)
+        decode = chunks = None
+        if self.ring.tiles_decode:
+            how = config(num_tokens=num_rows, num_rows=num_rows, devices=1)
+            decode = shared(ring.decode_rows(rows), num_tokens=num_rows, config=how)
+        if spread:
+            most, per_device = min(ring.MAX_CHUNKS, num_rows), num_tokens // self.devices
+            how = config(num_tokens=per_device, num_rows=most, devices=self.devices)
+            chunks = ring.spread_plan(rows, me, num_tokens=per_device, num_chunks=most, config=how, **common)
+        elif num_tokens > num_rows:
+            how = config(num_tokens=num_tokens, num_rows=num_rows, devices=1)
+            chunks = shared(ring.chunks(rows), num_tokens=num_tokens, config=how)
+        return Plans(decode, chunks)
 
     def __call__(self, rules: AxisRules, q: jax.Array, k: jax.Array, v: jax.Array, kv_pages: jax.Array,
                  layer: jax.Array, batch: StepBatch, *, scale: float, window: int | None, soft_cap: float | None,
                  sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         """As `model.layers.Attention` has them: of all devices."""
+        assert batch.plans is not None
         heads, kv_heads = ("tokens", "heads", "head_dim"), ("tokens", "kv_heads", "head_dim")
-        plan = batch.plans[window or 0] if batch.plans else None
-        args = [q, k, v, kv_pages, layer, *batch.of_rows]
-        in_axes: list[Axes] = [heads, kv_heads, kv_heads, KVLayout.axes, (), *ROW_AXES]
-        more = {"plan": (plan, _PLANS), "sinks": (sinks, ("heads",))}
-        given = {name: value for name, value in more.items() if value[0] is not None}
-        spread = is_spread(rules)
+        attend = partial(self._attend_spread if is_spread(rules) else self._attend, window=window)
+        options = dict(scale=scale, soft_cap=soft_cap)
 
-        def local(*arrays):
-            step, rest = arrays[: len(args)], dict(zip(given, arrays[len(args) :], strict=True))
-            plan = jax.tree.map(lambda x: x[0], rest.pop("plan", None))
-            attend = partial(self._attend, scale=scale, window=window, soft_cap=soft_cap, **rest)
-            return attend(*step[:5], ring.Rows(*step[5:]), plan, spread)
+        def local(q, k, v, kv_pages, layer, plans, sinks, *of_rows):
+            plans = jax.tree.map(lambda x: x[0], plans)
+            return attend(q, k, v, kv_pages, layer, ring.Rows(*of_rows), plans, options=dict(options, sinks=sinks))
 
         return rules.map_over_shards(
-            local, [*args, *(value for value, _ in given.values())], [*in_axes, *(axes for _, axes in given.values())],
-            (heads, KVLayout.axes), (q.shape, kv_pages.shape),
+            local, (q, k, v, kv_pages, layer, batch.plans[window or 0], sinks, *batch.of_rows),
+            (heads, kv_heads, kv_heads, KVLayout.axes, (), _PLANS, ("heads",), *ROW_AXES), (heads, KVLayout.axes),
+            (q.shape, kv_pages.shape),
         )  # fmt: skip
 
-    def _attend(self, q, k, v, kv_pages, layer, rows: ring.Rows, plan: ring.RingPlan | None, spread: bool, *, scale,
-                window, soft_cap, sinks=None):  # fmt: skip
-        """On one device."""
-        options = dict(scale=scale, soft_cap=soft_cap, sinks=sinks)
-        if plan is None:
-            return self._decode(q, k, v, kv_pages, layer, rows, window, options)
-        if not spread:
-            count = len(rows.kv_lens)
-            out_one, kv_pages = self._decode(q[:count], k[:count], v[:count], kv_pages, layer, rows, window, options)
-            out, kv_pages = ring.shared_attention(q, k, v, kv_pages, layer, plan, **options)
-            return _first(out, out_one, rows.distribution[0]), kv_pages
-        # Row s, of one token, is at place s // C of device s % C.
-        me, count = lax.axis_index(AXIS), -(-len(rows.kv_lens) // self.devices)
-        of_rows = (lax.all_gather(x[:count], AXIS, axis=1).reshape(-1, *x.shape[1:])[: len(rows.kv_lens)]
-                   for x in (q, k, v))  # fmt: skip
-        out_one, kv_pages = self._decode(*of_rows, kv_pages, layer, rows, window, options)
-        padding = count * self.devices - len(rows.kv_lens)
-        mine = jnp.pad(out_one, ((0, padding), (0, 0), (0, 0))).reshape(count, self.devices, *out_one.shape[1:])[:, me]
-        out, kv_pages = self.ring.attend(q, k, v, kv_pages, layer, plan, **options)
+    # On one device.
+
+    def _attend(self, q, k, v, kv_pages, layer, rows: ring.Rows, plans: Plans, *, window, options):
+        size = len(rows.kv_lens)
+        of_rows, kv_pages = self._decode(q[:size], k[:size], v[:size], kv_pages, layer, rows, plans, window, options)
+        if plans.chunks is None:
+            return of_rows, kv_pages
+        out, kv_pages = self.ring.shared(q, k, v, kv_pages, layer, plans.chunks, **options)
+        return _first(out, of_rows, rows.distribution[0]), kv_pages
+
+    def _attend_spread(self, q, k, v, kv_pages, layer, rows: ring.Rows, plans: Plans, *, window, options):
+        """A row s of one token is at place s // C of device s % C; for decoding all devices get it."""
+        me, size = lax.axis_index(AXIS), len(rows.kv_lens)
+        count = -(-size // self.devices)
+        every = (lax.all_gather(x[:count], AXIS, axis=1).reshape(-1, *x.shape[1:])[:size] for x in (q, k, v))
+        of_rows, kv_pages = self._decode(*every, kv_pages, layer, rows, plans, window, options)
+        of_rows = jnp.pad(of_rows, ((0, count * self.devices - size), (0, 0), (0, 0)))
+        mine = of_rows.reshape(count, self.devices, *of_rows.shape[1:])[:, me]
+        out, kv_pages = self.ring.attend(q, k, v, kv_pages, layer, plans.chunks, **options)
         return _first(out, mine, ring.StripedPositions(self.devices, me).held(rows.distribution[0])), kv_pages
 
-    def _decode(self, q, k, v, kv_pages, layer, rows: ring.Rows, window: int | None, options):
+    def _decode(self, q, k, v, kv_pages, layer, rows: ring.Rows, plans: Plans, window, options):
         """The first distribution[0] rows, of one token each; q, k and v [S, ...]."""
+        out, kv_pages = self._decode_rows(q, k, v, kv_pages, layer, rows, plans, window, options)
+        # What is written next comes after these reads: otherwise XLA reads from a copy of the cache.
+        return lax.optimization_barrier((out, kv_pages))
+
+    def _decode_rows(self, q, k, v, kv_pages, layer, rows: ring.Rows, plans: Plans, window, options):
+        if plans.decode is not None:
+            return self.ring.shared(q, k, v, kv_pages, layer, plans.decode, **options)
         used = jnp.arange(len(rows.kv_lens)) < rows.distribution[0]
         stripes = ring.StripedPositions(self.devices, lax.axis_index(AXIS))
         position = rows.kv_lens - 1
-        owned = used & (position % self.devices == stripes.device)
         return ring.context_decode_attention(
             q, k, v, kv_pages, layer, stripes, rows.page_table, jnp.where(used, stripes.held(rows.kv_lens), 0),
-            position, owned, axis_name=AXIS, window=window, **options,
+            position, used & (position % self.devices == stripes.device), axis_name=AXIS, window=window, **options,
         )  # fmt: skip
 
 

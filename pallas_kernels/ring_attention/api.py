@@ -44,17 +44,19 @@ from pallas_kernels.ring_attention.striped import (
     MAX_CHUNKS,
     Order,
     Rows,
+    chunks,
+    decode_rows,
     shared_plan,
     spread_order,
     spread_plan,
     tokens_needed,
 )
-from pallas_kernels.ring_attention.xla import LocalAttention, shared_attention
+from pallas_kernels.ring_attention.xla import LocalAttention
 
 __all__ = [
     "MAX_CHUNKS", "AttentionSpec", "Backend", "Layout", "LocalAttention", "Order", "Positions", "RingBatch",
-    "RingConfig", "RingFn", "RingPlan", "Rows", "StoredPositions", "StripedPositions", "choose_backend",
-    "context_decode_attention", "lay_out", "owners", "ring_plan", "shared_attention", "shared_plan", "spread_order",
+    "RingConfig", "RingFn", "RingPlan", "Rows", "StoredPositions", "StripedPositions", "choose_backend", "chunks",
+    "context_decode_attention", "decode_rows", "lay_out", "owners", "ring_plan", "shared_plan", "spread_order",
     "spread_plan", "tokens_needed", "unmasked_pairs", "write_decode_positions", "write_positions", "xla_config",
 ]  # fmt: skip
 
@@ -90,6 +92,8 @@ class Backend:
     name: str
     spec: AttentionSpec
     attend: RingFn
+    shared: RingFn  # where all devices have all tokens: for a plan of `shared_plan`
+    tiles_decode: bool  # rows of one token go through `shared` too; otherwise through `context_decode_attention`
     simulated: bool  # runs in Pallas' interpret mode on a CPU: exact and slow
     fallback: str | None  # why the device's own kernel was not taken, where "auto" could not take it
     device_kind: str
@@ -127,9 +131,9 @@ def choose_backend(name: str, spec: AttentionSpec, device: Any, *, local: LocalA
     if name == "xla":
         if (missing := unsupported_numbers(spec, None)) is not None:
             raise ValueError(f"ring attention backend {name!r}: {missing}")
-        attend: Any = partial(xla.ring_attention, local=local)
-        return Backend(name=name, spec=spec, attend=attend, simulated=False, fallback=fallback,
-                       device_kind=device.device_kind)  # fmt: skip
+        attend, shared = (partial(f, local=local) for f in (xla.ring_attention, xla.shared_attention))
+        return Backend(name=name, spec=spec, attend=attend, shared=shared, tiles_decode=False, simulated=False,
+                       fallback=fallback, device_kind=device.device_kind)  # fmt: skip
     if name != "mosaic_tpu":
         raise ValueError(f"ring attention backend {name!r} is not one of auto, mosaic_tpu, xla")
     if local is not None:
@@ -144,5 +148,6 @@ def choose_backend(name: str, spec: AttentionSpec, device: Any, *, local: LocalA
         out, kv_pages, _ = mosaic_tpu.ring_attention(*args, interpret=simulated, **options)
         return out, kv_pages
 
-    return Backend(name=name, spec=spec, attend=attend_tpu, simulated=simulated, fallback=None,
-                   device_kind=device.device_kind)  # fmt: skip
+    shared = partial(mosaic_tpu.shared_attention, interpret=simulated)
+    return Backend(name=name, spec=spec, attend=attend_tpu, shared=shared, tiles_decode=True, simulated=simulated,
+                   fallback=None, device_kind=device.device_kind)  # fmt: skip

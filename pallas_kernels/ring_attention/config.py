@@ -153,6 +153,8 @@ def candidates(problem: Problem) -> list[RingConfig]:
         for kv_tokens in (512, 1024, 256, 128, problem.page_size):
             if kv_tokens % problem.page_size == 0 and kv_tokens % LANES == 0:
                 rounds = (4096, 16384) if kv_tokens <= 4096 else (kv_tokens,)
+                if problem.devices == 1:  # nothing travels: all in one round
+                    rounds = (problem.num_rows * -(-problem.row_pages * problem.page_size // kv_tokens) * kv_tokens,)
                 configs += [RingConfig(query_tokens=query_tokens, kv_tokens=kv_tokens, round_tokens=tokens)
                             for tokens in rounds if tokens % kv_tokens == 0]  # fmt: skip
     return list(dict.fromkeys(configs))

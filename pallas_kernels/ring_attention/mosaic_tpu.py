@@ -41,6 +41,7 @@ from pallas_kernels.ragged_paged_attention.spec import AttentionSpec
 from pallas_kernels.ring_attention import pages
 from pallas_kernels.ring_attention.config import LANES, Problem, check_fit, vmem_bytes
 from pallas_kernels.ring_attention.plan import Items, RingPlan
+from pallas_kernels.ring_attention.xla import Partial, merge_over, nothing, output_of
 from quant.kv import QuantizedPages
 
 _MASKED = -1e30
@@ -145,13 +146,15 @@ class _Kernel:
 
     def _each_page(self, step: _Step, block, body) -> None:
         """body(page, source ref) for the pages of a resident block; from the page table or from the buffer."""
-        for own in (True, False):
+        for own in (True, False) if self.static.devices > 1 else (True,):
             @pl.when(step.own == own)
             def _(own=own):
                 _for_each(
                     self._pages_of(step, block), lambda page: body(page, self._source_page(step, block, page, own)))
 
     def enter(self) -> None:
+        if self.static.devices == 1:
+            return
         barrier = pltpu.get_barrier_semaphore()
         for neighbour in (self.left, self.right):
             pl.semaphore_signal(barrier, 1, device_id=neighbour)
@@ -160,6 +163,8 @@ class _Kernel:
 
     def leave(self) -> None:
         """Both buffers of the right neighbour are free again: no copy of ours is under way, the semaphore is at 0."""
+        if self.static.devices == 1:
+            return
         pl.semaphore_wait(self.sem.credit, 2)
 
     def send(self, step: _Step, blocks, to_buffer, start: bool) -> None:
@@ -508,6 +513,23 @@ def _check(problem: Problem, plan: RingPlan) -> int:
 def ring_attention(q, k, v, kv_pages, layer, plan: RingPlan, *, scale, soft_cap=None, sinks=None, interpret=False):
     """See `api.RingFn`. Returns (out, kv_pages, visited): visited [2 D] counts the blocks computed in each step of the
     ring, those without a mask and those with one."""
+    out, _, kv_pages, visited = _launch(q, k, v, kv_pages, layer, plan, scale, soft_cap, sinks, interpret)
+    how = pages.stored(kv_pages, q.shape[2])
+    return pages.from_tiles(out.swapaxes(2, 3), q.shape, how, plan), kv_pages, visited
+
+
+def shared_attention(q, k, v, kv_pages, layer, plan: RingPlan, *, scale, soft_cap=None, sinks=None, interpret=False):
+    """See `xla.shared_attention`: a ring of one gives each device's partial softmaxes."""
+    _, acc, kv_pages, _ = _launch(q, k, v, kv_pages, layer, plan, scale, soft_cap, None, interpret)
+    attended = plan.items.tile[0, 0], jnp.arange(plan.tile_token.shape[0]) < plan.count[0, 0]
+    seen = jnp.zeros(plan.tile_token.shape[0], bool).at[attended[0]].set(attended[1] & (plan.num_rounds > 0))
+    acc = Partial(*(jnp.where(seen.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
+                    for a, b in zip(acc, nothing(acc.maximum.shape, acc.output.shape[-1]), strict=True)))
+    return output_of(merge_over(plan.axis_name, acc), q, kv_pages, plan, sinks), kv_pages
+
+
+def _launch(q, k, v, kv_pages, layer, plan: RingPlan, scale, soft_cap, sinks, interpret: bool):
+    """(output [J, K, H, Q G], accumulators of tiles that go on as a `Partial`, kv_pages, visited)."""
     if isinstance(kv_pages, QuantizedPages):
         raise ValueError("mosaic_tpu's ring attention has no quantized KV; backend 'xla' has")
     how, problem = pages.stored(kv_pages, q.shape[2]), problem_of(q, kv_pages, plan)
@@ -533,7 +555,7 @@ def ring_attention(q, k, v, kv_pages, layer, plan: RingPlan, *, scale, soft_cap=
         plan.block_position.reshape(-1, 1, plan.config.kv_tokens), kv_pages, sink,
     ]  # fmt: skip
     struct = jax.ShapeDtypeStruct
-    ring = (2, blocks // rounds, block_pages, *kv_pages.shape[2:])
+    ring = (2, blocks // rounds if devices > 1 else 1, block_pages, *kv_pages.shape[2:])
     # HBM where ANY would let the compiler move a small cache, or the ring's buffers, to VMEM and back.
     any_memory, hbm = pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pltpu.HBM)
     dma = pltpu.SemaphoreType.DMA
@@ -549,7 +571,7 @@ def ring_attention(q, k, v, kv_pages, layer, plan: RingPlan, *, scale, soft_cap=
         key_column=pltpu.VMEM((plan.config.kv_tokens, LANES), jnp.int32),
     )
     semaphores = _Semaphores(dma((2,)), dma, dma((2,)), dma, dma((2,)), pltpu.SemaphoreType.REGULAR)
-    *_, out, visited = pl.pallas_call(
+    _, acc, maximum, total, out, visited = pl.pallas_call(
         partial(_kernel, static=static),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetch), grid=(1,),
@@ -563,8 +585,10 @@ def ring_attention(q, k, v, kv_pages, layer, plan: RingPlan, *, scale, soft_cap=
             struct(queries.shape, q.dtype), struct((2 * devices,), jnp.int32),
         ],
         compiler_params=pltpu.CompilerParams(
-            collective_id=_COLLECTIVE_ID, has_side_effects=True, vmem_limit_bytes=vmem_limit),
+            collective_id=_COLLECTIVE_ID if devices > 1 else None, has_side_effects=True,
+            vmem_limit_bytes=vmem_limit),
         name="ring_attention",
         interpret=tpu_params() if interpret else False,
     )(*prefetch, *operands)  # fmt: skip
-    return pages.from_tiles(out.swapaxes(2, 3), q.shape, how, plan), kv_pages, visited
+    going_on = Partial(maximum[:, :, 0] / _LOG2_E, total[:, :, 0], acc.swapaxes(2, 3))
+    return out, going_on, kv_pages, visited

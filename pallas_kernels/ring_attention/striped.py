@@ -5,12 +5,14 @@ is stored. A step's rows of one token (decoding) come first and go through `cont
 chunks of prompts, attend in one of two ways:
 - `spread_plan`: the step's tokens are spread over the devices and KV goes around the ring. For long chunks.
 - `shared_plan`: all devices have all tokens, each attends to its own KV, and the partial softmaxes merge. For short
-  ones: a long prompt's KV is more than what a few tokens make of it (pass-Q and pass-KV in arXiv 2411.01783).
+  ones: a long prompt's KV is more than what a few tokens make of it (pass-Q and pass-KV in arXiv 2411.01783). On TPUs
+  rows of one token go the same way, because XLA's own would copy the cache there.
 
 Axis letters: D devices, T tokens of a step on one device, S rows, M pages of the longest row, R chunks, B page tokens
 (of one device).
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -81,20 +83,30 @@ def spread_order(rows: Rows, devices: int, num_tokens: int) -> Order:
     return Order(source, place)
 
 
-class _Chunks(NamedTuple):
-    """Rows of more than one token. new: their tokens of this step."""
+class _Selected(NamedTuple):
+    """Some of the rows, R at most. first: of them; new: their tokens of this step."""
 
+    first: jax.Array
     page_table: jax.Array  # [R, M]
     kv_lens: jax.Array  # [R]
     new: jax.Array  # [R]
 
 
-def _chunks(rows: Rows, most: int) -> _Chunks:
-    num_decode, _, count = rows.distribution
-    index = num_decode + jnp.arange(most)
-    used, index = index < count, jnp.minimum(index, rows.kv_lens.shape[0] - 1)
+def _select(rows: Rows, first, end, most: int) -> _Selected:
+    index = first + jnp.arange(most)
+    used, index = index < end, jnp.minimum(index, rows.kv_lens.shape[0] - 1)
     new = rows.cu_q_lens[index + 1] - rows.cu_q_lens[index]
-    return _Chunks(rows.page_table[index], jnp.where(used, rows.kv_lens[index], 0), jnp.where(used, new, 0))
+    return _Selected(
+        jnp.int32(first), rows.page_table[index], jnp.where(used, rows.kv_lens[index], 0), jnp.where(used, new, 0))
+
+
+def decode_rows(rows: Rows) -> _Selected:
+    return _select(rows, 0, rows.distribution[0], rows.kv_lens.shape[0])
+
+
+def chunks(rows: Rows, most: int | None = None) -> _Selected:
+    """The rows of more than one token. most: of them; by default all rows may be such."""
+    return _select(rows, rows.distribution[0], rows.distribution[2], most or rows.kv_lens.shape[0])
 
 
 def _ends(first, lengths) -> jax.Array:
@@ -110,41 +122,48 @@ def _index_in_row(kv_lens, cu_q_lens, num_tokens: int):
 
 def spread_plan(rows: Rows, device: jax.Array, *, devices: int, num_tokens: int, num_chunks: int, page_size: int,
                 axis_name: str, config: RingConfig, window: int | None) -> RingPlan:  # fmt: skip
-    """Of `device`, with its num_tokens (T) of a step in `spread_order`. num_chunks: the most it may have (R)."""
+    """Of the chunks, for `device`, with its num_tokens (T) of a step in `spread_order`. num_chunks: the most (R)."""
     config.check_page_size(page_size)
-    chunks = _chunks(rows, num_chunks)
+    some = chunks(rows, num_chunks)
 
     def part(device):
         stripes = StripedPositions(devices, device)
-        kv_lens = stripes.held(chunks.kv_lens)
-        cu_q_lens = _ends(stripes.held(rows.distribution[0]), kv_lens - stripes.held(chunks.kv_lens - chunks.new))
+        kv_lens = stripes.held(some.kv_lens)
+        cu_q_lens = _ends(stripes.held(some.first), kv_lens - stripes.held(some.kv_lens - some.new))
         _, index = _index_in_row(kv_lens, cu_q_lens, num_tokens)
         tiles = tiles_of(cu_q_lens, stripes.of(index, index), config.query_tokens)
-        return kv_lens, cu_q_lens, tiles, blocks_of(stripes, chunks.page_table, kv_lens, page_size, config)
+        return kv_lens, cu_q_lens, tiles, blocks_of(stripes, some.page_table, kv_lens, page_size, config)
 
     kv_lens, cu_q_lens, tiles, _ = part(device)
     _, _, everyone, blocks = jax.vmap(part)(jnp.arange(devices))
-    where = (chunks.page_table, kv_lens, cu_q_lens, num_tokens, page_size)
+    where = (some.page_table, kv_lens, cu_q_lens, num_tokens, page_size)
     writes = Writes(prefill_slots(*where), *writes_of(*where))
-    return plan_of(device, tiles, everyone.bounds, blocks, writes, num_chunks, chunks.page_table.shape[1], page_size,
+    return plan_of(device, tiles, everyone.bounds, blocks, writes, num_chunks, some.page_table.shape[1], page_size,
                    axis_name, config, window)  # fmt: skip
 
 
-def shared_plan(rows: Rows, device: jax.Array, *, devices: int, num_tokens: int, page_size: int, axis_name: str,
+def shared_plan(some: _Selected, device: jax.Array, *, devices: int, num_tokens: int, page_size: int, axis_name: str,
                 config: RingConfig, window: int | None) -> RingPlan:  # fmt: skip
-    """Of `device`, which has all num_tokens tokens of the step: a ring of one, for `shared_attention`."""
+    """Of `decode_rows` or `chunks`, for `device`, which has all num_tokens tokens: a ring of one, whose tiles are never
+    done. For `shared_attention`."""
     config.check_page_size(page_size)
-    num_rows = rows.kv_lens.shape[0]
-    chunks, stripes = _chunks(rows, num_rows), StripedPositions(devices, device)
-    cu_q_lens = _ends(rows.distribution[0], chunks.new)
-    row, position = _index_in_row(chunks.kv_lens, cu_q_lens, num_tokens)
-    token = jnp.arange(num_tokens)
-    mine = (position % devices == device) & (token >= cu_q_lens[0]) & (token < cu_q_lens[-1])
-    index = jnp.where(mine, position // devices, 0)
-    slot = jnp.where(mine, chunks.page_table[row, index // page_size], 0), index % page_size
+    num_rows, stripes = some.kv_lens.shape[0], StripedPositions(devices, device)
+    cu_q_lens, held = _ends(some.first, some.new), stripes.held(some.kv_lens)
+    _, position = _index_in_row(some.kv_lens, cu_q_lens, num_tokens)
     tiles = tiles_of(cu_q_lens, position, config.query_tokens)
-    blocks = blocks_of(stripes, chunks.page_table, stripes.held(chunks.kv_lens), page_size, config)
-    none = jnp.zeros(0, jnp.int32)
+    blocks = blocks_of(stripes, some.page_table, held, page_size, config)
+
+    # The device's own new tokens, in order, and which of all they are.
+    mine = _ends(0, held - stripes.held(some.kv_lens - some.new))
+    most = min(-(-num_tokens // devices) + num_rows, num_tokens)
+    row, index = _index_in_row(held, mine, most)
+    token = cu_q_lens[row + 1] - some.kv_lens[row] + stripes.of(index, index)
+    token = jnp.where(jnp.arange(most) < mine[-1], token, num_tokens)
+    page, offset = (jnp.zeros(num_tokens, jnp.int32).at[token].set(a, mode="drop")
+                    for a in prefill_slots(some.page_table, held, mine, most, page_size))  # fmt: skip
+    pages, numbers, count = writes_of(some.page_table, held, mine, most, page_size)
+    numbers = token.at[numbers].get(mode="fill", fill_value=num_tokens)
     alone = jax.tree.map(lambda a: a[None], (tiles.bounds, blocks))
-    return plan_of(jnp.int32(0), tiles, *alone, Writes(slot, none, none[:, None], jnp.int32(0)), num_rows,
-                   chunks.page_table.shape[1], page_size, axis_name, config, window)  # fmt: skip
+    plan = plan_of(jnp.int32(0), tiles, *alone, Writes((page, offset), pages, numbers, count), num_rows,
+                   some.page_table.shape[1], page_size, axis_name, config, window)  # fmt: skip
+    return replace(plan, items=plan.items._replace(is_last=jnp.zeros_like(plan.items.is_last)))

@@ -52,7 +52,7 @@ def ring_attention(
 ):  # fmt: skip
     """See `api.RingFn`."""
     acc, kv_pages = _attended(q, k, v, kv_pages, layer, plan, scale, soft_cap, local or attend_blocks)
-    return _output(acc, q, kv_pages, plan, sinks), kv_pages
+    return output_of(acc, q, kv_pages, plan, sinks), kv_pages
 
 
 def shared_attention(
@@ -62,7 +62,7 @@ def shared_attention(
     """`api.RingFn` where q, k and v are the same on all devices, for a plan of `shared_plan`: each device attends to
     its own KV, then the partial softmaxes merge."""
     acc, kv_pages = _attended(q, k, v, kv_pages, layer, plan, scale, soft_cap, local or attend_blocks)
-    return _output(merge_over(plan.axis_name, acc), q, kv_pages, plan, sinks), kv_pages
+    return output_of(merge_over(plan.axis_name, acc), q, kv_pages, plan, sinks), kv_pages
 
 
 def _attended(q, k, v, kv_pages, layer, plan: RingPlan, scale, soft_cap, local: LocalAttention):
@@ -100,7 +100,7 @@ def _attended(q, k, v, kv_pages, layer, plan: RingPlan, scale, soft_cap, local: 
     return lax.fori_loop(0, plan.num_rounds, one_round, acc), kv_pages
 
 
-def _output(acc: Partial, q, kv_pages, plan: RingPlan, sinks) -> jax.Array:
+def output_of(acc: Partial, q, kv_pages, plan: RingPlan, sinks) -> jax.Array:
     how = pages.stored(kv_pages, q.shape[2])
     sink = None if sinks is None else pages.sink_rows(sinks, how.num_kv_heads, plan.config.query_tokens)
     return pages.from_tiles(divided(acc, sink).astype(q.dtype), q.shape, how, plan)
