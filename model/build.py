@@ -79,11 +79,10 @@ def choose_kernels(config: ModelConfig, rules: AxisRules, dtype: jnp.dtype, *, a
 
 def _check_context(config: ModelConfig, rules: AxisRules, page_size: int) -> None:
     """ValueError with what ring attention has not, or not yet."""
-    context, pipeline = rules.mesh.shape["context"], rules.mesh.shape["pipeline"]
+    context = rules.mesh.shape["context"]
     missing = {
         f"latent attention over context={context}; data groups share out its cache": config.latent is not None,
         f"attention in chunks over context={context}": any(layer.chunk for layer in config.layers),
-        f"context={context} beside pipeline={pipeline}": pipeline > 1,
         f"pages of {page_size} tokens over context={context}; it takes a multiple": page_size % context > 0,
     }
     for what, is_missing in missing.items():

@@ -47,7 +47,8 @@ def spread_rules(rules: AxisRules) -> AxisRules:
 
 
 def spread_model(model: _Model) -> _Model:
-    """The same model under `spread_rules`."""
+    """The same parameters under `spread_rules`; the model stays as it is."""
+    model = nnx.merge(*nnx.split(model))
     for _, part in nnx.iter_graph(model):
         if isinstance(rules := getattr(part, "rules", None), AxisRules):
             part.rules = spread_rules(rules)
