@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from model import pipeline
 from model.batch import StepBatch
 from model.build import choose_kernels, model_rules
 from model.families.registry import read_config
+from model.transformer import Transformer
 from sharding.mesh import MeshError, make_mesh, parse_mesh
 from sharding.rules import AxisRules, axis_rules
 from tests.model import harness
@@ -22,6 +24,12 @@ CPU_TOKENS = pipeline._FEWEST_TOKENS["cpu"]
 
 def rules_of(mesh: str) -> AxisRules:
     return axis_rules(make_mesh(parse_mesh(mesh)), num_heads=4, num_kv_heads=4)
+
+
+@nnx.jit(donate_argnums=1)
+def forward(model: Transformer, pages: jax.Array, step: StepBatch):
+    hidden, pages, load = model(pages, step)
+    return model.logits(hidden), pages, load
 
 
 def pages_by_layer(model, pages: jax.Array) -> np.ndarray:
@@ -61,13 +69,16 @@ def test_logits_and_pages(name: str, mesh: str):
         groups = model.rules.num_groups
         step = harness.batch(rows, num_tokens=80, num_rows=4, row_pages=12, num_groups=groups)
         pages = harness.kv_pages(model, 64 * groups)
-        got, pages = harness.all_logits(model, pages, step)
-        return model, np.asarray(got).reshape(groups, 80, -1), pages
+        got, pages, load = forward(model, pages, step)
+        return model, np.asarray(got).reshape(groups, 80, -1), pages, load
 
-    model, got, pages = run(mesh)
+    model, got, pages, load = run(mesh)
     assert pipeline.num_micro_batches(80, 4, pipeline.num_stages(model.rules), "cpu") == 4
     assert pages.sharding.spec[0] == "pipeline"
-    alone, expected, whole = run("1x1")
+    alone, expected, whole, wanted = run("1x1")
+    if wanted is not None:  # tokens that chose each expert, [layers, G, E]
+        assert load is not None and wanted.sum() > 0
+        np.testing.assert_array_equal(load, np.broadcast_to(wanted, load.shape))
     for group in got:
         np.testing.assert_allclose(group[1 : 1 + len(ids)], want, atol=LOGITS_FLOAT32, rtol=0)
         np.testing.assert_allclose(group[: len(ids) + 10], expected[0, : len(ids) + 10], atol=LOGITS_FLOAT32, rtol=0)
