@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from serving.errors import ConfigError
 from serving.llm import LLM, RequestOutput, SamplingParams
 from tests.tolerances import LOGITS_FLOAT32
 
@@ -61,3 +62,8 @@ def test_four_stages(tmp_path: Path, tokenizer: str):
         for want, got in zip(one.prompt_logprobs[1:], four.prompt_logprobs[1:], strict=True):
             assert want is not None and got is not None and want.token_id == got.token_id
             np.testing.assert_allclose(got.logprob, want.logprob, atol=LOGITS_FLOAT32)
+
+
+def test_layers_that_do_not_divide_are_refused_at_start(tokenizer: str):
+    with pytest.raises(ConfigError, match="--mesh pipeline=2 does not divide this model's layers.*pipeline=3 would"):
+        LLM(str(GOLDENS / "llama2-mha"), tokenizer=tokenizer, mesh="pipeline=2", progress=False, **SIZES)
