@@ -29,6 +29,7 @@ from model.transformer import Path as ParamPath
 from model.transformer import Transformer, param_axes, param_dtypes, with_params
 from serving.config import EngineConfig
 from serving.distributed.fingerprint import fingerprint
+from serving.distributed.following import report_failure
 from serving.distributed.hosts import Alone, Hosts
 from serving.distributed.join import join_hosts
 from serving.distributed.leading import LeaderHosts
@@ -185,8 +186,13 @@ def build(config: EngineConfig, *, progress: bool = True) -> Built:
 def _join(config: EngineConfig, progress: bool) -> Hosts:
     if config.hosts is None:
         return Alone()
-    with _open(config, progress) as checkpoint:
-        entries = fingerprint(config, checkpoint.config, checkpoint.source)
+    try:
+        with _open(config, progress) as checkpoint:
+            entries = fingerprint(config, checkpoint.config, checkpoint.source)
+    except ConfigError as error:
+        if config.is_follower:
+            report_failure(config.hosts, str(error))
+        raise
     return join_hosts(config.hosts, entries)
 
 

@@ -29,11 +29,15 @@ class Connection:
     and the end, unless `close` came first, to `on_gone`; both are called in the connection's thread."""
 
     def __init__(self, sock: socket.socket, kind: Any):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(LOST_AFTER_SECONDS * 1000))
-        sock.settimeout(None)
-        self.peer = sock.getpeername()[0].removeprefix("::ffff:")
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(LOST_AFTER_SECONDS * 1000))
+            sock.settimeout(None)
+            self.peer = sock.getpeername()[0].removeprefix("::ffff:")
+        except OSError:  # closed already
+            sock.close()
+            raise
         self._socket = sock
         self._lock = threading.Lock()  # one whole frame at a time
         self._encoder = msgspec.msgpack.Encoder()

@@ -46,7 +46,7 @@ class FollowerHosts(Hosts):
     def fail(self, message: str) -> None:
         self.leave()
         try:
-            self._connection.send(Failed(message))
+            self._connection.send(Failed(self.plan.rank, message))
         except Gone:
             pass
         self._connection.close()
@@ -96,6 +96,20 @@ def join_leader(plan: HostPlan, fingerprint: Mapping[str, str]) -> FollowerHosts
         raise ConfigError(answer.message)
     assert isinstance(answer, Welcome)
     return FollowerHosts(plan, connection)
+
+
+def report_failure(plan: HostPlan, message: str) -> None:
+    """Instead of joining: host 0 need not wait for a host that cannot start. Returns once it knows."""
+    try:
+        connection = _connect(plan, time.monotonic() + plan.timeout_seconds)
+    except ConfigError:
+        return
+    try:
+        connection.send(Failed(plan.rank, message))
+        connection.receive(LOST_AFTER_SECONDS)  # a refusal
+    except Gone:
+        pass
+    connection.close()
 
 
 def _connect(plan: HostPlan, end: float) -> Connection:

@@ -88,7 +88,7 @@ class LeaderHosts(Hosts):
                 with self._arrived:
                     self._values[rank] = message
                     self._arrived.notify_all()
-            case Failed(why):
+            case Failed(message=why):
                 self.end(f"{self.plan.name(rank)} has ended: {why}")
             case _:
                 self._gone(rank, f"it sent {type(message).__name__} out of turn")
@@ -145,6 +145,7 @@ class _Gathering:
         self._plan, self._listener = plan, listener
         self._changed = threading.Condition()
         self._here: dict[int, tuple[Connection, Hello]] = {}
+        self._failed: Failed | None = None
         self._stopped = False
 
     def run(self) -> dict[int, tuple[Connection, Hello]]:
@@ -152,17 +153,22 @@ class _Gathering:
         accepting.start()
         wanted = self._plan.count - 1
         with self._changed:
-            complete = self._changed.wait_for(lambda: len(self._here) == wanted, self._plan.timeout_seconds)
+            self._changed.wait_for(lambda: self._failed or len(self._here) == wanted, self._plan.timeout_seconds)
             self._stopped = True
         accepting.join()
-        if complete:
+        if len(self._here) == wanted:
             return self._here
-        missing = ", ".join(self._plan.name(rank) for rank in range(1, self._plan.count) if rank not in self._here)
-        message = (f"of {self._plan.count} hosts these did not come within {self._plan.timeout_seconds:g} s "
-                   f"(--distributed-timeout-seconds): {missing}; they must reach {self._plan.leader} on ports "
-                   f"{self._plan.port} and {self._plan.channel_port}")  # fmt: skip
+        message = self._why_not()
         _tell((connection for connection, _ in self._here.values()), Refused(message))
         raise ConfigError(message)
+
+    def _why_not(self) -> str:
+        if self._failed is not None:
+            return f"{self._plan.name(self._failed.rank)} cannot start: {self._failed.message}"
+        missing = ", ".join(self._plan.name(rank) for rank in range(1, self._plan.count) if rank not in self._here)
+        return (f"of {self._plan.count} hosts these did not come within {self._plan.timeout_seconds:g} s "
+                f"(--distributed-timeout-seconds): {missing}; they must reach {self._plan.leader} on ports "
+                f"{self._plan.port} and {self._plan.channel_port}")  # fmt: skip
 
     def _accept(self) -> None:
         self._listener.settimeout(0.2)
@@ -183,16 +189,23 @@ class _Gathering:
         with self._changed:
             reason = self._refusal(hello)
             if not reason:
-                if hello.rank in self._here:
-                    self._here[hello.rank][0].close()
-                self._here[hello.rank] = connection, hello
+                self._take(connection, hello)
                 self._changed.notify_all()
                 return
         print(f"pageloom: refused {connection.peer}: {reason}", file=sys.stderr, flush=True)
         _tell([connection], Refused(reason))
 
+    def _take(self, connection: Connection, hello: Hello | Failed) -> None:
+        if hello.rank in self._here:
+            self._here[hello.rank][0].close()
+        if isinstance(hello, Hello):
+            self._here[hello.rank] = connection, hello
+        else:
+            self._failed = hello
+            _tell([connection], Refused(hello.message))
+
     def _refusal(self, hello: Any) -> str:
-        if not isinstance(hello, Hello) or hello.protocol != PROTOCOL:
+        if not isinstance(hello, Failed) and (not isinstance(hello, Hello) or hello.protocol != PROTOCOL):
             return f"it speaks another protocol than host 0's {PROTOCOL}; install the same version on all hosts"
         if not 0 < hello.rank < self._plan.count:
             return f"it is host {hello.rank}, host 0 knows of {self._plan.count} hosts; give all the same --nnodes"

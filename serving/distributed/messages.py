@@ -70,6 +70,9 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
+    """Instead of anything else, even of Hello."""
+
+    rank: int
     message: str
 
 

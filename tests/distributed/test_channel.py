@@ -13,7 +13,7 @@ import pytest
 from serving.config import HostPlan
 from serving.distributed import connection, hosts, leading
 from serving.distributed.connection import Connection
-from serving.distributed.following import FollowerHosts, join_leader
+from serving.distributed.following import FollowerHosts, join_leader, report_failure
 from serving.distributed.hosts import describe_difference
 from serving.distributed.leading import LeaderHosts, listen, wait_for_followers
 from serving.distributed.messages import HEADER, FromFollower, FromLeader, Hello, Refused, Step
@@ -131,6 +131,16 @@ def test_the_missing_are_named():
         for one in (led, came):
             with pytest.raises(ConfigError, match=r"of 4 hosts .* within 0.5 s .*: host 1 \(a\), host 3 \(c\); they"):
                 one.result(10)
+
+
+def test_one_that_cannot_start_says_so_at_once():
+    with meeting(3) as (pool, led):
+        waiting = pool.submit(follower, 1, 3)
+        time.sleep(0.2)
+        report_failure(plan(2, 3), "--model: /x: no such folder")
+        for one in (led, waiting):
+            with pytest.raises(ConfigError, match=r"^host 2 cannot start: --model: /x: no such folder$"):
+                one.result(5)
 
 
 def test_a_leader_that_is_not_there():
