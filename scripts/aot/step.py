@@ -11,6 +11,7 @@ from model.families.registry import read_config
 from model.transformer import with_params
 from scripts.aot.models import StepConfig
 from scripts.aot.targets import Target, compile_on, devices_of
+from serving.runner.compiler import compiler_options
 from serving.runner.memory import bytes_per_device
 from serving.runner.programs import StepProgram, param_shapes
 from serving.runner.shapes import StepShape
@@ -36,4 +37,5 @@ def compile_step(target: Target, step: StepConfig, backend_name: str, shape: Ste
     state, row_pages = program.state_shapes(num_pages), -(-step.max_model_len // page_size)
     jitted, arguments = program.step(shape, state, row_pages)
     kv_bytes = num_pages * page_bytes
-    return compile_on(mesh, jitted, *arguments), kv_bytes, kv_bytes // config.num_layers
+    compiled = compile_on(mesh, jitted, *arguments, options=compiler_options(target.device.platform, shape))
+    return compiled, kv_bytes, kv_bytes // config.num_layers

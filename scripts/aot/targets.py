@@ -117,13 +117,14 @@ def compile_for(target: Target, fn: Callable, args: Sequence[Any], *, donate: Se
     return compile_on(mesh, jax.jit(fn, donate_argnums=tuple(donate)), *jax.tree.map(place, tuple(args)))
 
 
-def compile_on(mesh: Any, jitted: Any, *args: Any) -> Any:
-    """Compiles a jitted function for arguments (ShapeDtypeStruct) whose shardings are on the mesh of a target."""
+def compile_on(mesh: Any, jitted: Any, *args: Any, options: dict[str, Any] | None = None) -> Any:
+    """Compiles a jitted function for arguments (ShapeDtypeStruct) whose shardings are on the mesh of a target. options:
+    of XLA."""
     import jax
 
     # Pallas reads the chip's generation from the mesh.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), _without_persistent_cache():
-        return jitted.lower(*args).compile()
+        return jitted.lower(*args).compile(compiler_options=options)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from scripts.planning.counting import count
 from scripts.planning.placement import Placement, place
 from scripts.planning.plan import Compiled, estimated_temporaries, memory_of
 from scripts.planning.topology import PlanError, Topology
-from serving.runner.compiler import compile_step
+from serving.runner.compiler import compile_step, compiler_options
 from serving.runner.shapes import StepShape, step_shapes
 
 
@@ -60,7 +60,7 @@ def compile_for(p: Placement, shape: StepShape) -> jax.stages.Compiled:
     jitted, arguments = p.program.step(shape, p.program.state_shapes(pages), p.row_pages)
     if p.topology.platform == "cpu":
         return compile_step(jitted.lower(*arguments), shape)
-    return compile_on(p.rules.mesh, jitted, *arguments)
+    return compile_on(p.rules.mesh, jitted, *arguments, options=compiler_options(p.topology.platform, shape))
 
 
 @contextlib.contextmanager

@@ -109,13 +109,13 @@ def experts_cost(p: Placement, tokens: int) -> Cost:
 
 
 def collectives(p: Placement, tokens: int) -> Counter[Collective]:
-    """A sum over `tensor` after attention, after each MLP and after the embedding, of partial sums in `sum_bytes`."""
+    """A sum over `tensor` after attention, after each MLP and after the embedding, in the model's own type."""
     found: Counter[Collective] = Counter()
     config, n = p.config, p.spec.tensor
-    width = sum_bytes(p)
+    width = p.sizes.dtype.itemsize
     whole = Collective("all-reduce", tokens * config.hidden_size * width, n)
     if p.rules.shards("vocab", config.vocab_size) > 1:
-        found[Collective("all-reduce", tokens * config.hidden_size * p.sizes.dtype.itemsize, n)] += 1
+        found[Collective("all-reduce", tokens * config.hidden_size * width, n)] += 1
     if p.rules.shards("heads", config.num_heads) > 1:
         found[whole] += config.num_layers
     num_moe = len(p.expert_layers)
@@ -141,13 +141,8 @@ def _dispatch(p: Placement, way: Dispatch, tokens: int) -> list[Collective]:
             found = []
             if "data" in way.axes:
                 found += [Collective("all-gather", groups * tokens * D * width, groups, n),
-                          Collective("reduce-scatter", groups * tokens * D * sum_bytes(p), groups, n)]  # fmt: skip
+                          Collective("reduce-scatter", groups * tokens * D * width, groups, n)]  # fmt: skip
             if "tensor" in way.axes:
-                found.append(Collective("all-reduce", tokens * D * sum_bytes(p), n))
+                found.append(Collective("all-reduce", tokens * D * width, n))
             return found
     raise PlanError(f"how rows travel with {type(way).__name__} is not known")
-
-
-def sum_bytes(p: Placement) -> int:
-    """Of a partial sum on its way: TPUs send the weights' type, XLA on GPUs float32."""
-    return 4 if p.topology.platform == "gpu" else p.sizes.dtype.itemsize

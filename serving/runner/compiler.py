@@ -30,12 +30,21 @@ def use_persistent_cache(folder: str | None) -> str:
 
 
 def compile_step(lowered: jax.stages.Lowered, shape: StepShape) -> jax.stages.Compiled:
-    """Compiles one shape, with what was measured to help it."""
-    options = {}
-    if jax.default_backend() == "cpu" and shape.num_tokens > shape.num_rows:
+    """Compiles one shape for the devices of this process."""
+    return lowered.compile(compiler_options=compiler_options(jax.default_backend(), shape))
+
+
+def compiler_options(platform: str, shape: StepShape) -> dict[str, int | bool | str]:
+    """What helps a step of this shape; docs/performance.md says by how much."""
+    if platform == "cpu" and shape.num_tokens > shape.num_rows:
         # XLA prefers 256-bit vectors; with 512 a long prefill is 10-15% faster where the CPU has them, decoding is not.
-        options["xla_cpu_prefer_vector_width"] = 512
-    return lowered.compile(compiler_options=options)
+        return {"xla_cpu_prefer_vector_width": 512}
+    if platform == "gpu":
+        # Products in Triton, and products merged into one, want each layer's weights copied out of the stacked ones.
+        # Beside a page pool that fills the memory XLA would compute things twice, to save what is not short.
+        return {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0,
+                "xla_disable_hlo_passes": "rematerialization"}  # fmt: skip
+    return {}
 
 
 def compile_all(
