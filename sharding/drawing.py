@@ -16,7 +16,7 @@ def draw_mesh(mesh: jax.sharding.Mesh) -> list[str]:
     grid = mesh.devices.reshape([mesh.shape[axis] for axis in axes])
     down, right = axes[:-1], axes[-1]
     names = [f"{device.platform}:{device.id}" for device in grid.reshape(-1)]
-    width, columns = max(map(len, names)), grid.shape[-1]
+    width, columns = max(map(len, names)), mesh.shape[right]
     label = [max(len(axis), 3) for axis in down]
 
     def line(places: tuple[object, ...], name: str, cells: list[str]) -> str:
