@@ -7,7 +7,7 @@ Unknown fields are refused. A field of a later feature is declared with the only
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, StringConstraints, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypeAliasType
 
@@ -53,7 +53,7 @@ Empty = Annotated[list[Any], Field(max_length=0)]
 # Named, so that the document can state this model's vocabulary as the limit.
 TokenId = TypeAliasType("TokenId", Annotated[int, Field(ge=0, le=rules.INT32_MAX)])
 # Lists of any length stop at the first bad element: an error for each of millions would take gigabytes.
-TokenIds = Annotated[list[TokenId], Field(min_length=1), FailFast()]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=rules.MAX_STOP_STRING_CHARS)]
 BadWord = Annotated[str, StringConstraints(min_length=1, max_length=rules.MAX_BAD_WORD_CHARS)]
 BiasKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,10}$")]
@@ -159,7 +159,7 @@ class ChatMessage(Body):
     """A message of the conversation. What our own answers carry may be sent back."""
 
     role: Role
-    content: str | Annotated[list[TextPart], FailFast()] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
@@ -209,7 +209,7 @@ class ChatCompletionRequest(ChatPrompt, SamplingFields):
     max_tokens: Annotated[int, Field(ge=1, le=rules.INT32_MAX)] | None = None
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = None
-    documents: Annotated[list[dict[str, Any]], FailFast()] | None = None
+    documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_choice: Annotated[Literal["none", "auto"] | None, BeforeValidator(_no_tool_choice)] = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: NotYet = None
@@ -259,4 +259,4 @@ class TokenizeRequest(Body):
 
 class DetokenizeRequest(Body):
     model: str | None = None
-    tokens: Annotated[list[TokenId], FailFast()]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
