@@ -104,20 +104,20 @@ def spread_step(rules: AxisRules, batch: StepBatch, targets: jax.Array) -> Sprea
 
 @dataclass(frozen=True, kw_only=True)
 class ContextAttention:
-    """paged: whose pages these are; its own attention is not used. Page sizes are those of one device."""
+    """storage: whose pages these are; its own attention is not used. Page sizes are those of one device."""
 
-    paged: paged.Backend
-    ring: ring.Backend
+    storage: paged.Backend
+    backend: ring.Backend
     devices: int
 
     @property
     def choice(self) -> paged.Choice:
-        ring = self.ring
-        return paged.Choice(name=ring.name, simulated=ring.simulated, fallback=ring.fallback)
+        chosen = self.backend
+        return paged.Choice(name=chosen.name, simulated=chosen.simulated, fallback=chosen.fallback)
 
     def layout(self, num_layers: int, num_pages: int, num_kv_heads: int) -> KVLayout:
         """Of all devices' pages together."""
-        layout = self.paged.layout(num_layers, num_pages, num_kv_heads)
+        layout = self.storage.layout(num_layers, num_pages, num_kv_heads)
         return replace(layout, page_size=layout.page_size * self.devices)
 
     def plans(self, rules: AxisRules, batch: StepBatch, windows: Iterable[int | None]) -> Mapping[int, Plans]:
@@ -137,20 +137,22 @@ class ContextAttention:
     def _plans(self, num_tokens: int, num_rows: int, row_pages: int, spread: bool, rows: ring.Rows, window: int | None
                ) -> Plans:  # fmt: skip
         """Of one device, for T tokens and S rows."""
-        spec, me = self.paged.spec, lax.axis_index(AXIS)
-        stored = self.paged.layout(1, 1, spec.num_kv_heads)
-        config = partial(self.ring.config, row_pages=row_pages, row_dim=stored.row_dim,
+        spec, me = self.storage.spec, lax.axis_index(AXIS)
+        stored = self.storage.layout(1, 1, spec.num_kv_heads)
+        config = partial(self.backend.config, row_pages=row_pages, row_dim=stored.row_dim,
                          side_by_side=stored.side_by_side)  # fmt: skip
-        common = dict(devices=self.devices, page_size=spec.page_size, axis_name=AXIS, window=window)
-        shared = partial(ring.shared_plan, device=me, **common)
+        shared, spread_over = (
+            partial(make, device=me, devices=self.devices, page_size=spec.page_size, axis_name=AXIS, window=window)
+            for make in (ring.shared_plan, ring.spread_plan)
+        )
         decode = chunks = None
-        if self.ring.tiles_decode:
+        if self.backend.tiles_decode:
             how = config(num_tokens=num_rows, num_rows=num_rows, devices=1)
             decode = shared(ring.decode_rows(rows), num_tokens=num_rows, config=how)
         if spread:
             most, per_device = min(ring.MAX_CHUNKS, num_rows), num_tokens // self.devices
             how = config(num_tokens=per_device, num_rows=most, devices=self.devices)
-            chunks = ring.spread_plan(rows, me, num_tokens=per_device, num_chunks=most, config=how, **common)
+            chunks = spread_over(rows, num_tokens=per_device, num_chunks=most, config=how)
         elif num_tokens > num_rows:
             how = config(num_tokens=num_tokens, num_rows=num_rows, devices=1)
             chunks = shared(ring.chunks(rows), num_tokens=num_tokens, config=how)
@@ -182,18 +184,19 @@ class ContextAttention:
         of_rows, kv_pages = self._decode(q[:size], k[:size], v[:size], kv_pages, layer, rows, plans, window, options)
         if plans.chunks is None:
             return of_rows, kv_pages
-        out, kv_pages = self.ring.shared(q, k, v, kv_pages, layer, plans.chunks, **options)
+        out, kv_pages = self.backend.shared(q, k, v, kv_pages, layer, plans.chunks, **options)
         return _first(out, of_rows, rows.distribution[0]), kv_pages
 
     def _attend_spread(self, q, k, v, kv_pages, layer, rows: ring.Rows, plans: Plans, *, window, options):
         """A row s of one token is at place s // C of device s % C; for decoding all devices get it."""
         me, size = lax.axis_index(AXIS), len(rows.kv_lens)
         count = -(-size // self.devices)
-        every = (lax.all_gather(x[:count], AXIS, axis=1).reshape(-1, *x.shape[1:])[:size] for x in (q, k, v))
-        of_rows, kv_pages = self._decode(*every, kv_pages, layer, rows, plans, window, options)
+        assert plans.chunks is not None
+        one = [lax.all_gather(x[:count], AXIS, axis=1).reshape(-1, *x.shape[1:])[:size] for x in (q, k, v)]
+        of_rows, kv_pages = self._decode(one[0], one[1], one[2], kv_pages, layer, rows, plans, window, options)
         of_rows = jnp.pad(of_rows, ((0, count * self.devices - size), (0, 0), (0, 0)))
         mine = of_rows.reshape(count, self.devices, *of_rows.shape[1:])[:, me]
-        out, kv_pages = self.ring.attend(q, k, v, kv_pages, layer, plans.chunks, **options)
+        out, kv_pages = self.backend.attend(q, k, v, kv_pages, layer, plans.chunks, **options)
         return _first(out, mine, ring.StripedPositions(self.devices, me).held(rows.distribution[0])), kv_pages
 
     def _decode(self, q, k, v, kv_pages, layer, rows: ring.Rows, plans: Plans, window, options):
@@ -204,7 +207,7 @@ class ContextAttention:
 
     def _decode_rows(self, q, k, v, kv_pages, layer, rows: ring.Rows, plans: Plans, window, options):
         if plans.decode is not None:
-            return self.ring.shared(q, k, v, kv_pages, layer, plans.decode, **options)
+            return self.backend.shared(q, k, v, kv_pages, layer, plans.decode, **options)
         used = jnp.arange(len(rows.kv_lens)) < rows.distribution[0]
         stripes = ring.StripedPositions(self.devices, lax.axis_index(AXIS))
         position = rows.kv_lens - 1
@@ -228,4 +231,4 @@ def choose_context_attention(spec: paged.AttentionSpec, device, name: str, devic
     if name == "mosaic_gpu":
         raise ValueError("attention backend 'mosaic_gpu' has no ring attention: --mesh context=... takes auto or xla")
     chosen = ring.choose_backend(name, spec, device)
-    return ContextAttention(paged=paged.choose_backend(chosen.name, spec, device), ring=chosen, devices=devices)
+    return ContextAttention(storage=paged.choose_backend(chosen.name, spec, device), backend=chosen, devices=devices)

@@ -147,16 +147,17 @@ class Attention(nnx.Module):
 
     def _attend(self, q, k, v, kv_pages, layer, batch: StepBatch):
         """Attention of each device's heads and group of rows."""
-        if isinstance(self.attention, ContextAttention):
+        attention = self.attention
+        if isinstance(attention, ContextAttention):
             sinks = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
-            return self.attention(self.rules, q, k, v, kv_pages, layer, batch, scale=self.scale, window=self.window,
-                                  soft_cap=self.soft_cap, sinks=sinks)  # fmt: skip
+            return attention(self.rules, q, k, v, kv_pages, layer, batch, scale=self.scale, window=self.window,
+                             soft_cap=self.soft_cap, sinks=sinks)  # fmt: skip
 
         def attend(*args: jax.Array):
             step, sinks = args[: len(in_axes)], args[len(in_axes) :]
             more = {"sinks": sinks[0]} if sinks else {}
-            return self.attention(*step, scale=self.scale, window=self.window, chunk=self.chunk,
-                                  soft_cap=self.soft_cap, **more)
+            return attention(*step, scale=self.scale, window=self.window, chunk=self.chunk,
+                             soft_cap=self.soft_cap, **more)
 
         heads, kv_heads = ("tokens", "heads", "head_dim"), ("tokens", "kv_heads", "head_dim")
         args = (q, k, v, kv_pages, layer, *batch.of_rows)

@@ -121,6 +121,9 @@ def checks_for(target: Target) -> Iterator[Check]:
         yield Check(name=name, quick=False, run=lambda layer=layer, name=name: check_experts(target, layer, name))
     for step in STEPS.values():
         native, latent = KIND[target.device.platform], "kv_lora_rank" in step.hf
+        if "context" in step.mesh:
+            yield from context_checks(target, step)
+            continue
         # XLA refuses latent attention on TPUs. --quick leaves steps in XLA out, which may copy the cache on TPUs.
         for backend in (native,) if latent and target.device.platform == "tpu" else (native, "xla"):
             for tokens in (step.max_num_seqs, step.num_tokens):
@@ -130,6 +133,18 @@ def checks_for(target: Target) -> Iterator[Check]:
                     name=f"step {step.name} {shape} ({backend})", quick=quick,
                     run=lambda step=step, backend=backend, shape=shape: check_step(target, step, backend, shape),
                 )
+
+
+def context_checks(target: Target, step) -> Iterator[Check]:
+    """Decoding, a chunk that all devices have whole, and one that is spread over the context axis."""
+    from serving.runner.shapes import Spreading, StepShape, step_shapes
+    from sharding.mesh import parse_mesh
+
+    rows, spreading = step.max_num_seqs, Spreading(context=parse_mesh(step.mesh).context, threshold=step.num_tokens)
+    spread = next(shape for shape in step_shapes(rows, step.num_tokens, spreading) if shape.context > 1)
+    for shape in (StepShape(rows, rows), StepShape(step.num_tokens, rows), spread):
+        yield Check(name=f"step {step.name} {shape} (auto)", quick=False,
+                    run=partial(check_step, target, step, "auto", shape))  # fmt: skip
 
 
 def family_checks(target: Target) -> Iterator[Check]:

@@ -457,7 +457,7 @@ def write_pages(written, kv_pages, layer, plan: RingPlan, *, interpret: bool = F
         input_output_aliases={3: 0},
         name="ring_attention_write",
         interpret=tpu_params() if interpret else False,
-    )(_integers(layer, plan.writes.count), plan.writes.page.astype(jnp.int32), written, kv_pages)  # fmt: skip
+    )(_integers(layer, plan.writes.num_pages), plan.writes.page.astype(jnp.int32), written, kv_pages)  # fmt: skip
 
 
 def _piece(rows: int) -> int:

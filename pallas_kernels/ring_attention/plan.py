@@ -70,7 +70,7 @@ class Writes(NamedTuple):
     slot: tuple[jax.Array, jax.Array]  # [T] page and place in it of each new token, page 0 for padding
     page: jax.Array  # [Wp] pages that get new tokens, 0 behind the last
     token: jax.Array  # [Wp, B] the new token of each slot, T where the old bytes stay
-    count: jax.Array  # []
+    num_pages: jax.Array  # []
 
 
 @partial(jax.tree_util.register_dataclass, meta_fields=("axis_name", "config", "window"), data_fields=(
@@ -143,20 +143,24 @@ def ring_plan(
     everyone, held = (jax.tree.map(lambda a: lax.all_gather(a, axis_name), x) for x in (tiles.bounds, blocks))
     where = (page_table, kv_lens, cu_q_lens, positions.shape[0], page_size)
     return plan_of(lax.axis_index(axis_name), tiles, everyone, held, Writes(prefill_slots(*where), *writes_of(*where)),
-                   *page_table.shape, page_size, axis_name, config, window)  # fmt: skip
+                   round_size(config, page_table, page_size), axis_name, config, window)  # fmt: skip
 
 
-def plan_of(me, tiles: "Tiles", everyone, held: "Blocks", writes: Writes, num_rows: int, row_pages: int,
-            page_size: int, axis_name: str, config: RingConfig, window: int | None) -> RingPlan:  # fmt: skip
+def round_size(config: RingConfig, page_table, page_size: int) -> int:
+    """R."""
+    return config.blocks_of_round(page_table.shape[0], page_table.shape[1], page_size)
+
+
+def plan_of(me, tiles: "Tiles", everyone, held: "Blocks", writes: Writes, size: int, axis_name: str,
+            config: RingConfig, window: int | None) -> RingPlan:  # fmt: skip
     """everyone: all devices' tiles' bounds, [D, J] each. held: all devices' blocks. The rest is this device's.
 
-    tiles, everyone, held: from `tiles_of` and `blocks_of`."""
+    tiles, everyone, held: from `tiles_of` and `blocks_of`. size: blocks of a round (R)."""
     _, valid, position, block_row = held
     devices = valid.shape[0]
 
     # Arrays [D, C], or [J, D, C] and [D', J, D, C] against tiles.
     lowest, highest = position.min(-1), jnp.where(position == NOWHERE, -1, position).max(-1)
-    size = config.blocks_of_round(num_rows, row_pages, page_size)
     rounds = valid.shape[1] // size
 
     def visible(row, first, last):
@@ -230,7 +234,7 @@ def blocks_of(positions: Positions, page_table, kv_lens, page_size: int, config:
     num_rows, row_pages = page_table.shape
     size = config.kv_tokens
     most = num_rows * -(-row_pages * page_size // size)
-    most += -most % config.blocks_of_round(num_rows, row_pages, page_size)
+    most += -most % round_size(config, page_table, page_size)
     row, number, used = _parts(kv_lens, size, most)
     valid = jnp.where(used, jnp.clip(kv_lens[row] - number * size, 0, size), 0)
     index = number[:, None] * (size // page_size) + jnp.arange(size // page_size)

@@ -27,6 +27,7 @@ from pallas_kernels.ring_attention.plan import (
     blocks_of,
     plan_of,
     prefill_slots,
+    round_size,
     tiles_of,
     writes_of,
 )
@@ -138,8 +139,8 @@ def spread_plan(rows: Rows, device: jax.Array, *, devices: int, num_tokens: int,
     _, _, everyone, blocks = jax.vmap(part)(jnp.arange(devices))
     where = (some.page_table, kv_lens, cu_q_lens, num_tokens, page_size)
     writes = Writes(prefill_slots(*where), *writes_of(*where))
-    return plan_of(device, tiles, everyone.bounds, blocks, writes, num_chunks, some.page_table.shape[1], page_size,
-                   axis_name, config, window)  # fmt: skip
+    size = round_size(config, some.page_table, page_size)
+    return plan_of(device, tiles, everyone.bounds, blocks, writes, size, axis_name, config, window)
 
 
 def shared_plan(some: _Selected, device: jax.Array, *, devices: int, num_tokens: int, page_size: int, axis_name: str,
@@ -163,7 +164,8 @@ def shared_plan(some: _Selected, device: jax.Array, *, devices: int, num_tokens:
                     for a in prefill_slots(some.page_table, held, mine, most, page_size))  # fmt: skip
     pages, numbers, count = writes_of(some.page_table, held, mine, most, page_size)
     numbers = token.at[numbers].get(mode="fill", fill_value=num_tokens)
-    alone = jax.tree.map(lambda a: a[None], (tiles.bounds, blocks))
-    plan = plan_of(jnp.int32(0), tiles, *alone, Writes((page, offset), pages, numbers, count), num_rows,
-                   some.page_table.shape[1], page_size, axis_name, config, window)  # fmt: skip
+    bounds, blocks = jax.tree.map(lambda a: a[None], (tiles.bounds, blocks))
+    writes = Writes((page, offset), pages, numbers, count)
+    size = round_size(config, some.page_table, page_size)
+    plan = plan_of(jnp.int32(0), tiles, bounds, blocks, writes, size, axis_name, config, window)
     return replace(plan, items=plan.items._replace(is_last=jnp.zeros_like(plan.items.is_last)))

@@ -97,6 +97,12 @@ class StepConfig:
     kv_bytes: int
 
 
+_LLAMA3_8B = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500000, "tie_word_embeddings": False,
+}
+
 STEPS = {
     step.name: step
     for step in (
@@ -111,12 +117,11 @@ STEPS = {
         ),
         StepConfig(
             name="llama3-8b/8", mesh="8x1", max_model_len=8192, max_num_seqs=64, num_tokens=1024, kv_bytes=8 << 30,
-            hf={
-                "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096,
-                "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-                "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
-                "rope_theta": 500000, "tie_word_embeddings": False,
-            },
+            hf=_LLAMA3_8B,
+        ),
+        StepConfig(
+            name="llama3-8b/8 long", mesh="tensor=2,context=4", max_model_len=131072, max_num_seqs=64, num_tokens=2048,
+            kv_bytes=4 << 30, hf={**_LLAMA3_8B, "max_position_embeddings": 131072},
         ),
         StepConfig(
             name="qwen3-30b-a3b/8", mesh="8x1", max_model_len=8192, max_num_seqs=64, num_tokens=1024, kv_bytes=8 << 30,
