@@ -58,7 +58,6 @@ class Counts:
     collectives: Counter[Collective] = field(default_factory=Counter)
     kernels: Counter[Kernel] = field(default_factory=Counter)
     unknown_loops: int = 0  # those whose end depends on data, counted as one pass
-    cycles: float = 0  # the TPU compiler's own estimate of its fusions, without kernels and collectives
 
     @property
     def collective_bytes(self) -> int:
@@ -111,7 +110,6 @@ class _Walk:
         else:
             self.counts.flops += times * self.flops(inside, i)
             self.counts.hbm_bytes += times * self.traffic(inside, i)
-            self.counts.cycles += times * _cycles(i)
             if opcode.startswith("fusion"):
                 self.inner_collectives(i, times)
 
@@ -254,11 +252,6 @@ def _kernel(i: Instruction) -> Kernel | None:
 
 def _estimate(rest: str, key: str) -> int:
     match = re.search(rf'cost_estimate[^}}]*?{key}(?:"|\\22): ?"?(\d+)', rest)
-    return int(match[1]) if match else 0
-
-
-def _cycles(i: Instruction) -> int:
-    match = re.search(r'"estimated_cycles":"(\d+)"', i.rest)
     return int(match[1]) if match else 0
 
 

@@ -95,8 +95,6 @@ def _step(body: Computation, index: int) -> int | None:
     instruction = body.instructions[root.operands[index]]
     while instruction.opcode in _PASSED_ON:
         instruction = body.instructions[instruction.operands[0]]
-    if instruction.opcode == "fusion":  # counters may be added to in a fusion of their own
-        return 1
     if instruction.opcode not in ("add", "subtract"):
         return None
     constants = [c for name in instruction.operands if (c := _constant(body, name)) is not None]

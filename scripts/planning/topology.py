@@ -21,12 +21,11 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """link: bytes/s out of a device over one link, one way. links: of a chip; a switch counts as one link to everybody.
-    core_link: between the two devices of one chip. hop_seconds: what a message takes over one link, however small.
-    wraps: a side of at least this many chips closes to a ring."""
+    """link: bytes/s out of a device over one link, one way; a switch is one link to everybody. core_link: between
+    the two devices of one chip. hop_seconds: what a message takes over one link, however small. wraps: a side of at
+    least this many chips closes to a ring."""
 
     link: float
-    links: int
     hop_seconds: float
     switched: bool = False
     core_link: float = 0.0
@@ -39,12 +38,12 @@ class Network:
 # H200: NVLink 4 at 900 GB/s both ways through a switch (NVIDIA's data sheet); small NCCL all-reduces over eight
 # take some 15 us, which is 2 * 7 steps of 1 us.
 NETWORKS = {
-    "v5e": Network(link=50e9, links=4, hop_seconds=1e-6),
-    "v6e": Network(link=100e9, links=4, hop_seconds=1e-6),
-    "v5p": Network(link=100e9, links=6, hop_seconds=1e-6, wraps=4),
-    "v7x": Network(link=100e9, links=6, hop_seconds=1e-6, core_link=600e9, wraps=4),
-    "h200": Network(link=450e9, links=1, hop_seconds=1e-6, switched=True),
-    "cpu": Network(link=10e9, links=1, hop_seconds=1e-6, switched=True),
+    "v5e": Network(link=50e9, hop_seconds=1e-6),
+    "v6e": Network(link=100e9, hop_seconds=1e-6),
+    "v5p": Network(link=100e9, hop_seconds=1e-6, wraps=4),
+    "v7x": Network(link=100e9, hop_seconds=1e-6, core_link=600e9, wraps=4),
+    "h200": Network(link=450e9, hop_seconds=1e-6, switched=True),
+    "cpu": Network(link=10e9, hop_seconds=1e-6, switched=True),
 }
 
 # Simulated devices are for checking the planner's counts; the rates are of no particular machine.

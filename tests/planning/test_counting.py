@@ -40,7 +40,7 @@ TPU = """HloModule jit_step, is_scheduled=true
   %w = bf16[6,32,64]{2,1,0:T(8,128)(2,1)} get-tuple-element(%arg), index=1
   %h = bf16[8,32]{1,0:T(8,128)(2,1)S(1)} get-tuple-element(%arg), index=2
   %pages = bf16[4,16]{1,0} get-tuple-element(%arg), index=3
-  %fusion.1 = bf16[8,64]{1,0:T(8,128)(2,1)S(1)} fusion(%w, %i, %h), kind=kOutput, calls=%fused_computation.1, backend_config={"window_config":{"estimated_cycles":"700"}}
+  %fusion.1 = bf16[8,64]{1,0:T(8,128)(2,1)S(1)} fusion(%w, %i, %h), kind=kOutput, calls=%fused_computation.1
   %all-reduce.1 = bf16[8,64]{1,0:T(8,128)(2,1)S(1)} all-reduce(%fusion.1), channel_id=1, replica_groups=mesh['data'=2,'tensor'=4] {'tensor'}, to_apply=%add.clone
   %attention.3 = (bf16[8,32]{1,0:T(8,128)(2,1)S(1)}, bf16[4,16]{1,0}) custom-call(%all-reduce.1, /*index=1*/%pages), custom_call_target="tpu_custom_call", output_to_operand_aliasing={{1}: (1, {})}, metadata={op_name="jit(step)/while/body/decode_attention/pallas_call"}, backend_config={"custom_call_config":{"body":"x","cost_estimate":{"flops":"500","transcendentals":"1","bytes_accessed":"300"}}}
   %out = bf16[8,32]{1,0:T(8,128)(2,1)S(1)} get-tuple-element(%attention.3), index=0
@@ -127,7 +127,7 @@ def test_a_tpu_program():
     assert counts.hbm_bytes == 8 * 32 * 2 + 6 * (32 * 64 * 2) + counters
     assert counts.collectives == {Collective("all-reduce", 8 * 64 * 2, 4): 6}
     assert counts.kernels == {Kernel("decode_attention", 500, 300): 6}
-    assert (counts.cycles, counts.unknown_loops) == (4200, 0)
+    assert counts.unknown_loops == 0
 
 
 def test_a_gpu_program():
