@@ -82,7 +82,8 @@ def exchange_from(mesh: jax.sharding.Mesh, top_k: int) -> int:
 def _check(options: ExpertOptions, num_experts: int | None, mesh: jax.sharding.Mesh) -> None:
     if num_experts is None:
         for flag, given in (("--enable-expert-parallel", options.parallel), ("--enable-dbo", options.two_micro_batches),
-                            ("--enable-eplb", options.redundant is not None)):
+                            ("--enable-eplb", options.redundant is not None),
+                            (f"--all2all-backend {options.all2all}", options.all2all != "auto")):
             if given:
                 raise ExpertsError(f"{flag}: this model has no experts")
         return
@@ -97,6 +98,9 @@ def _check(options: ExpertOptions, num_experts: int | None, mesh: jax.sharding.M
         raise ExpertsError("--enable-eplb works within one pipeline stage: give a mesh with pipeline=1")
     sizes = {axis: mesh.shape[axis] for axis in ("data", "tensor")}
     devices, places = math.prod(sizes.values()), num_experts + (options.redundant or 0)
+    if places > num_experts * devices:
+        raise ExpertsError(f"--eplb-config: num_redundant_experts is {options.redundant}, must be at most "
+                           f"{num_experts * (devices - 1)}: {num_experts} experts are then on every device")
     if places % devices:
         missing = -num_experts % devices
         what = f"{num_experts} experts" + (f" and {options.redundant} redundant ones" if options.redundant else "")

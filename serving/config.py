@@ -44,7 +44,7 @@ class EplbConfig:
     def __post_init__(self) -> None:
         for name, least in (("window_size", 1), ("step_interval", 1), ("num_redundant_experts", 0)):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
+            if type(value) is not int or value < least:  # True is an int, too
                 raise ConfigError(f"--eplb-config: {name} is {value!r}, must be a whole number of at least {least}")
 
 

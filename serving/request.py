@@ -43,6 +43,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None  # keep the last k prompt tokens; -1: the context length
 
+    def __post_init__(self) -> None:
+        """Lists become tuples, and a string one of them: scripts written for vLLM give both."""
+        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, tuple):
+                msgspec.structs.force_setattr(self, name, (value,) if isinstance(value, str) else tuple(value))
+
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sequence to generate. `request_id` is unique among live requests (the front end makes it so)."""

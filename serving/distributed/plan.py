@@ -18,6 +18,7 @@ from serving.errors import ConfigError
 
 DEFAULT_PORT = 29501
 DEFAULT_TIMEOUT_SECONDS = 300.0
+_LONGEST_TIMEOUT_SECONDS = 1e6  # 11 days; clocks of sockets and threads do not take infinity
 Environment = Mapping[str, str]
 
 
@@ -87,8 +88,9 @@ def _complete(flags: HostFlags, found: Found | None, count: int) -> HostPlan:
         raise ConfigError(f"--master-port {port} must be in 1 to 65534: the port after it is used too")
     timeout = flags.distributed_timeout_seconds
     timeout = DEFAULT_TIMEOUT_SECONDS if timeout is None else timeout
-    if not timeout > 0:
-        raise ConfigError(f"--distributed-timeout-seconds {timeout:g} must be above 0")
+    if not 0 < timeout <= _LONGEST_TIMEOUT_SECONDS:
+        raise ConfigError(f"--distributed-timeout-seconds {timeout:g} must be above 0 and at most "
+                          f"{_LONGEST_TIMEOUT_SECONDS:.0f}")
     return HostPlan(count=count, rank=rank, addresses=tuple(addresses), port=port, timeout_seconds=timeout)
 
 

@@ -47,6 +47,13 @@ def device_memory(device: Any) -> int:
     return total // jax.local_device_count()
 
 
+def check_pool(num_pages: int, size: int, device: Any) -> None:
+    """Before anything is compiled for it. A CPU would promise the memory, and be killed when it is written."""
+    if size > (limit := device_memory(device)):
+        raise ConfigError(f"--num-pages {num_pages}: {size / 1e9:.1f} GB of a device that has {limit / 1e9:.1f}; "
+                          f"at most {limit * num_pages // size} would fit, less what weights and steps take")
+
+
 def memory_share(device: Any, chosen: float | None) -> float:
     return chosen if chosen is not None else _DEFAULT_SHARE.get(device.platform, _DEVICE_SHARE)
 

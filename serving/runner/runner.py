@@ -22,7 +22,7 @@ from serving.errors import ConfigError
 from serving.request import Logprobs
 from serving.runner.compiler import CompileCounter, compile_all, compile_step
 from serving.runner.experts import ServedExperts
-from serving.runner.memory import MemoryPlan, bytes_per_device, device_memory, memory_share
+from serving.runner.memory import MemoryPlan, bytes_per_device, check_pool, device_memory, memory_share
 from serving.runner.packing import PackedStep, Packer
 from serving.runner.programs import StepProgram
 from serving.runner.shapes import Spreading, StepShape, pick_shape, step_shapes
@@ -78,6 +78,7 @@ class ModelRunner:
         self._fit_context()
         self._packer = Packer(num_groups=self.num_groups, max_num_seqs=config.max_num_seqs, row_pages=self._row_pages)
         shapes = self._program.state_shapes(self.num_pages)
+        check_pool(self.num_pages, bytes_per_device(shapes.kv_pages), self._rules.mesh.local_devices[0])
         self._steps = compile_all(
             {shape: lambda shape=shape: self._compile_step(shape, shapes) for shape in self.shapes},
             progress=config.progress,

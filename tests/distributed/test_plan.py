@@ -1,5 +1,7 @@
 """Which host this is, from flags and environments: all pure."""
 
+from math import inf
+
 import pytest
 
 from serving.distributed.plan import HostFlags, expand_hostlist, plan_hosts
@@ -54,6 +56,7 @@ REFUSED = {
     "a port that has no next": (
         {"nnodes": 2, "node_rank": 0, "master_addr": "x", "master_port": 65535}, {}, ("65535", "65534")),
     "no patience": ({"nnodes": 4, "distributed_timeout_seconds": 0.0}, TPU, ("--distributed-timeout-seconds 0",)),
+    "no end of it": ({"nnodes": 4, "distributed_timeout_seconds": inf}, TPU, ("seconds inf", "at most 1000000")),
     "a port for one host": ({"master_port": 5}, {}, ("--master-port 5", "--nnodes")),
     "two launchers": ({}, {**LWS, **TPU}, ("LWS_GROUP_SIZE=3", "TPU_WORKER_HOSTNAMES", "host 2 of 3", "host 1 of 4")),
     "LWS without an index": (

@@ -237,6 +237,8 @@ def test_the_way_follows_from_bytes_and_size():
     ("qwen2-moe", "2x4", EXPERTS, r"6 experts do not divide over data=4 x tensor=2; .*_experts\": 2"),
     ("qwen2-moe", "2x4", replace(EXPERTS, redundant=1), "6 experts and 1 redundant ones .*: 2"),
     ("qwen3-moe", "2x4", replace(EXPERTS, redundant=3), "must be a multiple of 8"),
+    ("qwen3-moe", "2x1", replace(EXPERTS, redundant=10**9), "experts is 1000000000, must be at most 8: 8 exp"),
+    ("qwen3-qk-norm", "2x1", ExpertOptions(all2all="ragged_all_to_all"), "all_to_all: this model has no experts"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(name: str, mesh: str, options: ExpertOptions, message: str):
     config = read_config(harness.config_json(name))

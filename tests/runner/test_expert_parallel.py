@@ -130,6 +130,7 @@ def test_flags():
     (["--eplb-config", "[]"], "not an object; it may have num_redundant_experts, step_interval, window_size"),
     (["--enable-eplb", "--eplb-config", '{"use_async": true}'], "unknown use_async"),
     (["--enable-eplb", "--eplb-config", '{"window_size": 0}'], "window_size is 0, must be a whole number"),
+    (["--enable-eplb", "--eplb-config", '{"window_size": true}'], "window_size is True, must be a whole number"),
     (["--eplb-config", '{"window_size": 5}'], "give --enable-eplb too"),
 ])  # fmt: skip
 def test_bad_flags_are_refused(argv: list[str], message: str):

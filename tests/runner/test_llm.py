@@ -1,6 +1,7 @@
 """The LLM class on the real model: what a notebook does, and every sampling option end to end."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -82,6 +83,12 @@ def test_penalties_act(llm: LLM, penalty):
     plain = ids(llm, prompt, max_tokens=30, ignore_eos=True)
     penalized = ids(llm, prompt, max_tokens=30, ignore_eos=True, **penalty)
     assert len(set(penalized)) > len(set(plain))
+
+
+def test_lists_and_one_string_are_as_good_as_tuples():
+    given: Any = dict(stop="END", stop_token_ids=[5], allowed_token_ids=[5, 6], bad_words=["no", "never"])
+    same = SamplingParams(stop=("END",), stop_token_ids=(5,), allowed_token_ids=(5, 6), bad_words=("no", "never"))
+    assert SamplingParams(**given) == same
 
 
 def test_stop_strings_and_logprobs_end_together(llm: LLM):

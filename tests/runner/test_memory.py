@@ -3,6 +3,7 @@
 import pytest
 
 from serving.errors import ConfigError
+from serving.runner import memory
 from serving.runner.memory import MemoryPlan
 
 
@@ -12,6 +13,13 @@ def pages(free: int) -> int:
 
 def test_pages_are_rounded_down_to_a_thirty_second():
     assert [pages(free) for free in (2, 3, 31, 63, 64, 100, 1000)] == [2, 3, 31, 63, 64, 100, 992]
+
+
+def test_more_pages_than_a_device_has_room_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(memory, "device_memory", lambda device: 10_000)
+    memory.check_pool(100, 10_000, None)
+    with pytest.raises(ConfigError, match="--num-pages 200: .* at most 100 would fit"):
+        memory.check_pool(200, 20_000, None)
 
 
 def test_fewer_than_two_pages_are_none():
