@@ -75,16 +75,18 @@ def test_everything_that_a_scheduler_does(tokenizer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, mesh", [
-    ("gemma3", "context=2,tensor=2,data=2"), ("gpt-oss", "context=4"), ("qwen3-moe", "context=2,tensor=2,data=2"),
+@pytest.mark.parametrize("name, mesh, options", [
+    ("gemma3", "context=2,tensor=2,data=2", {}),
+    ("gpt-oss", "context=4", {}),
+    ("qwen3-moe", "context=2,tensor=2,data=2", dict(enable_expert_parallel=True)),
 ])  # fmt: skip
-def test_greedy_goldens(name: str, mesh: str, tokenizer: str):
+def test_greedy_goldens(name: str, mesh: str, options: dict, tokenizer: str):
     """Windows, sinks, experts; steps of 8 tokens and more are spread."""
     golden = np.load(GOLDENS / name / "golden.npz")
     sizes = dict(max_num_seqs=2, max_num_batched_tokens=16, num_pages=40, block_size=4, dtype="float32")
     greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     with LLM(str(GOLDENS / name), tokenizer=tokenizer, mesh=mesh, context_parallel_threshold=8, progress=False,
-             check_integrity=True, **sizes) as llm:
+             check_integrity=True, **sizes, **options) as llm:
         prompts = [{"prompt_token_ids": golden[f"prompt_{i}"].tolist()} for i in range(3)]
         outputs = llm.generate(prompts, greedy, use_tqdm=False)
         assert llm.service.engine.stats.compile_misses == 0
