@@ -24,23 +24,29 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m scripts.plan", description=(__doc__ or "").split("\n")[0])
     made.add_argument("--model", required=True, metavar="PATH", help="a Hugging Face config.json, or its folder")
     made.add_argument("--topology", required=True, metavar="KIND:SIZE", help="v6e:2x4, v7x:2x2x1, h200:1x1x8, cpu:8")
-    made.add_argument("--mesh", help="as the service takes it; without it all meshes are compared")
+    made.add_argument("--mesh", metavar="TxD", help="as the service takes it; without it all meshes are compared")
     made.add_argument("--enable-expert-parallel", action="store_true", help="with --mesh: experts over all its devices")
-    made.add_argument("--context", type=int, help="tokens of each sequence while it decodes (half of --max-model-len, "
-                      "at most 4096)")  # fmt: skip
-    made.add_argument("--prompt", type=int, help="tokens of a prompt whose first token is waited for (1024, or less)")
-    made.add_argument("--batches", default="1,4,16,64,256,1024", help="sequences in flight on the whole mesh")
+    made.add_argument("--context", type=int, metavar="TOKENS", help="of each sequence while it decodes "
+                      "(default: half of --max-model-len, at most 4096)")  # fmt: skip
+    made.add_argument("--prompt", type=int, metavar="TOKENS", help="of a prompt whose first token is waited for "
+                      "(default: 1024, or less)")  # fmt: skip
+    made.add_argument("--batches", default="1,4,16,64,256,1024", metavar="N,N,...",
+                      help="sequences in flight on the whole mesh (default: %(default)s)")  # fmt: skip
     made.add_argument("--rank", choices=("throughput", "latency"), default="throughput",
                       help="tokens/s at the best batch, or the step of a single sequence")  # fmt: skip
-    made.add_argument("--compile", type=int, default=3, metavar="N", help="compile the N best meshes (0: formula only)")
-    made.add_argument("--max-model-len", type=int, help="the model's context, at most 8192")
-    made.add_argument("--max-num-seqs", type=int, default=MAX_NUM_SEQS)
-    made.add_argument("--max-num-batched-tokens", type=int, default=MAX_NUM_BATCHED_TOKENS)
-    made.add_argument("--block-size", type=int)
+    made.add_argument("--compile", type=int, default=3, metavar="N",
+                      help="compile the N best meshes; 0: formula only (default: 3)")  # fmt: skip
+    made.add_argument("--max-model-len", type=int, metavar="TOKENS",
+                      help="context length (default: the model's, at most 8192)")  # fmt: skip
+    made.add_argument("--max-num-seqs", type=int, default=MAX_NUM_SEQS, metavar="N",
+                      help="sequences in a step of each data group (default: %(default)s)")  # fmt: skip
+    made.add_argument("--max-num-batched-tokens", type=int, default=MAX_NUM_BATCHED_TOKENS, metavar="N",
+                      help="tokens in a step of each data group (default: %(default)s)")  # fmt: skip
+    made.add_argument("--block-size", type=int, metavar="TOKENS", help="tokens in a KV page (default: the service's)")
     made.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    made.add_argument("--gpu-memory-utilization", type=float, help="share of memory that may be used")
-    made.add_argument("--json", metavar="FILE")
-    made.add_argument("--plot", metavar="FILE.png")
+    made.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE", help="of memory that may be used")
+    made.add_argument("--json", metavar="FILE", help="write every number")
+    made.add_argument("--plot", metavar="FILE.png", help="draw memory and tokens/s of each mesh")
     return made
 
 
@@ -95,6 +101,7 @@ def run(args: argparse.Namespace) -> None:
     chosen = [plan for plan in plans if plan.memory.fits][: args.compile]
     if chosen:
         real = compiler_devices(topology)
+        print(f"Compiling {2 * len(chosen)} steps (minutes; --compile 0 plans by formula, in seconds)", file=sys.stderr)
         with progress_bar(2 * len(chosen), sys.stderr.isatty()) as bar:
             made = {plan.name: compile_plan(plan.placement, real, lambda plan=plan: bar(plan.name)) for plan in chosen}
         plans = ranked([plan_mesh(p.placement, question, made.get(p.name)) for p in plans], args.rank)
@@ -142,6 +149,9 @@ def read_arguments(args: argparse.Namespace, topology):
                               ("--context", context, max_model_len), ("--prompt", prompt, max_model_len)):  # fmt: skip
         if not 1 <= value <= most:
             raise PlanError(f"{flag} {value} must be in 1 to {most}")
+    for flag, value, least in (("--compile", args.compile, 0), ("--block-size", args.block_size, 1)):
+        if value is not None and value < least:
+            raise PlanError(f"{flag} {value} must be at least {least}")
     if not 1 <= args.max_num_seqs <= args.max_num_batched_tokens:
         raise PlanError(f"--max-num-seqs {args.max_num_seqs} must be in 1 to --max-num-batched-tokens "
                         f"{args.max_num_batched_tokens}")  # fmt: skip
@@ -156,8 +166,9 @@ def read_arguments(args: argparse.Namespace, topology):
         raise PlanError(f"--gpu-memory-utilization {share} must be in (0, 1]")
     sizes = Sizes(
         max_model_len=max_model_len, max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens, page_size=args.block_size or PAGE_SIZE[topology.platform],
-        dtype=jnp.dtype(args.dtype), memory_share=memory_share(topology, share),
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        page_size=given(args.block_size, PAGE_SIZE[topology.platform]), dtype=jnp.dtype(args.dtype),
+        memory_share=memory_share(topology, share),
     )  # fmt: skip
     contexts = sorted({c for c in (1024, 4096, 16384, 65536, context, max_model_len) if c <= max_model_len})
     question = Question(context=context, prompt=prompt, batches=batches, contexts=tuple(contexts))

@@ -43,9 +43,11 @@ def plan(tmp_path: Path, *arguments: str) -> dict:
     (("--topology", "v6e:2x4", "--batches", "1,x"), "must be numbers from 1"),
     (("--topology", "v6e:2x4", "--max-num-seqs", "4096"), "must be in 1 to --max-num-batched-tokens 2048"),
     (("--topology", "v6e:2x4", "--gpu-memory-utilization", "2"), "must be in (0, 1]"),
+    (("--topology", "v6e:2x4", "--compile", "-1"), "--compile -1 must be at least 0"),
+    (("--topology", "v6e:2x4", "--block-size", "0"), "--block-size 0 must be at least 1"),
 ])  # fmt: skip
 def test_what_cannot_be_planned(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture):
-    assert main(["--model", LLAMA, *arguments, "--compile", "0"]) == 2
+    assert main(["--model", LLAMA, "--compile", "0", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
