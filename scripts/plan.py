@@ -129,6 +129,11 @@ def read_arguments(args: argparse.Namespace, topology):
     from scripts.planning.topology import PlanError
     from serving.runner.memory import memory_share
 
+    for flag, target in (("--json", args.json), ("--plot", args.plot)):  # before minutes of compiling
+        if target and (Path(target).is_dir() or not Path(target).parent.is_dir()):
+            raise PlanError(f"{flag} {target}: no file can be written there; its folder must exist")
+    if args.plot and not args.plot.endswith(".png"):
+        raise PlanError(f"--plot {args.plot} must end with .png")
     path = Path(args.model)
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -137,6 +142,8 @@ def read_arguments(args: argparse.Namespace, topology):
         raise PlanError(f"--model {args.model}: no {file}; give a Hugging Face config.json or its folder") from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise PlanError(f"--model {args.model}: {file.name} is not JSON ({error})") from error
+    if not isinstance(hf, dict):
+        raise PlanError(f"--model {args.model}: {file.name} is no JSON object; give a Hugging Face config.json")
     config = read_config(hf, args.max_model_len)
 
     def given(value: int | None, otherwise: int) -> int:

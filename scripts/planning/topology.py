@@ -131,6 +131,8 @@ def parse_topology(text: str) -> Topology:
         raise PlanError(f"--topology {text!r}: unknown kind {kind!r}; known: {', '.join(EXAMPLES)}")
     if not re.fullmatch(r"\d+(x\d+)*", size) or size.count("x") != sides - 1 or 0 in (grid := _numbers(size)):
         raise PlanError(f"--topology {text!r}: {kind} takes {sides} size{'s' * (sides > 1)}, as in {kind}:{example}")
+    if prod(grid) > MOST_CHIPS:
+        raise PlanError(f"--topology {text!r}: {prod(grid)} chips, at most {MOST_CHIPS} are planned for")
     if kind == "cpu":
         return Topology(device=CPU, grid=grid)
     if DEVICES[kind].platform == "gpu" and grid[:2] != (1, 1):
@@ -146,6 +148,7 @@ def _numbers(size: str) -> tuple[int, ...]:
     return tuple(int(n) for n in size.split("x"))
 
 
+MOST_CHIPS = 1024  # a device stands for each while meshes are compared
 EXAMPLES = ("v5e:2x4", "v6e:2x4", "v5p:2x2x1", "v7x:2x2x1", "h200:1x1x8", "cpu:8")
 
 

@@ -189,7 +189,7 @@ def test_seconds_of_collectives():
 @pytest.mark.parametrize("text, message", [
     ("v9:2x4", "unknown kind 'v9'; known: v5e:2x4"), ("v6e", "v6e takes 2 sizes, as in v6e:2x4"),
     ("v6e:2x2x2", "as in v6e:2x4"), ("v7x:8", "as in v7x:2x2x1"), ("cpu:0", "cpu takes 1 size, as in cpu:8"),
-    ("h200:2x1x8", "h200:1x1x8 would work"),
+    ("h200:2x1x8", "h200:1x1x8 would work"), ("v6e:99999x99999", "9999800001 chips, at most 1024"),
 ])  # fmt: skip
 def test_topologies_that_are_none(text: str, message: str):
     with pytest.raises(PlanError, match=message):

@@ -45,6 +45,8 @@ def plan(tmp_path: Path, *arguments: str) -> dict:
     (("--topology", "v6e:2x4", "--gpu-memory-utilization", "2"), "must be in (0, 1]"),
     (("--topology", "v6e:2x4", "--compile", "-1"), "--compile -1 must be at least 0"),
     (("--topology", "v6e:2x4", "--block-size", "0"), "--block-size 0 must be at least 1"),
+    (("--topology", "v6e:2x4", "--json", "/no/plan.json"), "--json /no/plan.json: no file can be written there"),
+    (("--topology", "v6e:2x4", "--plot", "plan.foo"), "--plot plan.foo must end with .png"),
 ])  # fmt: skip
 def test_what_cannot_be_planned(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture):
     assert main(["--model", LLAMA, "--compile", "0", *arguments]) == 2
@@ -55,9 +57,10 @@ def test_what_cannot_be_planned(arguments: tuple[str, ...], message: str, capsys
 def test_models_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture):
     broken, odd = tmp_path / "config.json", tmp_path / "odd.json"
     broken.write_text("{")
+    (listed := tmp_path / "listed.json").write_text("[]")
     odd.write_text(json.dumps({**json.loads(Path(LLAMA).read_text()), "sparkle": 3}))
     for path, message in ((tmp_path / "none", "give a Hugging Face config.json"), (tmp_path, "is not JSON"),
-                          (odd, "sparkle")):  # fmt: skip
+                          (odd, "sparkle"), (listed, "is no JSON object")):  # fmt: skip
         assert main(["--model", str(path), "--topology", "v6e:2x4"]) == 2
         assert message in capsys.readouterr().err
 
