@@ -43,7 +43,7 @@ def start_report(runner: ModelRunner, model: Transformer, params: Mapping[Path, 
 def replicated_weights(rules: AxisRules, params: Mapping[Path, jax.Array]) -> Iterator[str]:
     """For each axis of the mesh, the weights that all its devices hold whole."""
     reasons = {
-        "tensor": "no axis of theirs is divided",
+        "tensor": "tensor divides none of their axes",
         "data": "each group computes its own tokens",
         "context": "each device computes its own tokens",
         "pipeline": "all stages need them, or none has a whole one",
@@ -56,7 +56,7 @@ def replicated_weights(rules: AxisRules, params: Mapping[Path, jax.Array]) -> It
             continue
         weights = bytes_per_device(list(whole.values()))
         names = list(dict.fromkeys(_name(path) for path in sorted(whole, key=lambda path: -params[path].size)))
-        shown = ", ".join(names[:6]) + (" ..." if len(names) > 6 else "")
+        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         if len(whole) == len(params):
             shown = "all weights"
         yield f"Replicated over {axis}: {shown} ({_size(weights)}): {reasons[axis]}"
