@@ -133,7 +133,7 @@ def _parser() -> _Parser:
                          "or a full step where that is less)")
     devices.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE",
                          help="share of device memory to use (default: 0.9; on a CPU 0.1 of the host's)")
-    devices.add_argument("--num-pages", type=int, metavar="N", help="KV pages, if not as many as fit")
+    devices.add_argument("--num-pages", type=int, metavar="N", help="KV pages of each data group, if not all that fit")
     devices.add_argument("--compilation-cache-dir", metavar="FOLDER", default=engine.compilation_cache_dir,
                          help='where compiled steps are kept (default: ~/.cache/pageloom/xla; "" turns it off)')
 
@@ -161,9 +161,9 @@ def _parser() -> _Parser:
 
     batching = parser.add_argument_group("batching")
     batching.add_argument("--max-num-seqs", type=int, metavar="N",
-                          help="sequences in one step (default: 256, on a CPU 32)")
+                          help="sequences in a step of each data group (default: 256, on a CPU 32)")
     batching.add_argument("--max-num-batched-tokens", type=int, metavar="N",
-                          help="token budget of a step (default: 2048, on a CPU 512)")
+                          help="token budget of a step of each data group (default: 2048, on a CPU 512)")
     batching.add_argument("--long-prefill-token-threshold", type=int, metavar="N",
                           default=engine.long_prefill_token_threshold,
                           help="most prompt tokens that one sequence brings to a step; 0: no limit")
