@@ -42,6 +42,11 @@ class Ports:
     def grpc_port(self) -> int | None:
         return None if self.grpc is None else self.grpc.getsockname()[1]
 
+    def listen(self) -> None:
+        """Connections inherit SO_REUSEADDR, so that the port can be had again as soon as this server has ended."""
+        self.http.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.http.listen()
+
     def close(self) -> None:
         self.http.close()
         if self.grpc is not None:
@@ -50,7 +55,7 @@ class Ports:
 
 def _bind(host: str, port: int, flag: str) -> socket.socket:
     """Without SO_REUSEADDR at first: with it, two servers that are still loading could both have the port. But after a
-    restart only SO_REUSEADDR gets past the closed connections of the last server."""
+    restart only SO_REUSEADDR gets past the closed connections of the last server, if those had it too: see `listen`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     reason = ""
     for reuse in (0, 1):
@@ -150,6 +155,7 @@ async def serve_apis(service: Service, ports: Ports, on_ready: Callable[[], None
             host, port = ports.grpc.getsockname()[:2]
             rpc = create_grpc_server(service, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
             await rpc.start()
+        ports.listen()
         serving = asyncio.ensure_future(http.serve([ports.http]))
         death = asyncio.ensure_future(_engine_death(service))
         stopping = asyncio.ensure_future(stop.wait())

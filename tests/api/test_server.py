@@ -38,6 +38,19 @@ def test_a_reserved_port_is_busy_for_others() -> None:
     ports.close()
 
 
+def test_a_port_can_be_had_again_at_once():
+    ports = bind_ports(ServerConfig(port=0))
+    ports.listen()
+    port = ports.http_port
+    client = socket.create_connection(("127.0.0.1", ports.http_port))
+    connection, _ = ports.http.accept()
+    connection.close()  # the server first: its end of the connection lingers
+    assert client.recv(1) == b""
+    client.close()
+    ports.close()
+    bind_ports(ServerConfig(port=port)).close()
+
+
 def test_an_impossible_address() -> None:
     for host, port in (("no.such.host.invalid", 0), ("127.0.0.1", 70000), ("203.0.113.1", 0)):
         with pytest.raises(ConfigError, match=f"cannot bind {host}:{port}"):
