@@ -18,7 +18,15 @@ usage() {
 # --- What runs on the hosts. Sent there as text.
 
 install_here() {
-    python3 -m venv ~/pageloom
+    local python
+    for python in python3.13 python3.12 python3.11 python3 none; do
+        if "$python" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then break; fi
+    done
+    if [ "$python" = none ]; then
+        echo "$(hostname): no Python of 3.11 or newer with the module venv; install one first" >&2
+        return 2
+    fi
+    "$python" -m venv ~/pageloom
     ~/pageloom/bin/pip install --quiet --upgrade "$1"
 }
 

@@ -25,7 +25,8 @@ def load_folder(folder: Path) -> ModelTokenizer:
     elif (folder / "tokenizer.model").exists():
         backend, special = _from_sentencepiece(folder, config, special)
     else:
-        raise ConfigError(f"{folder}: has no tokenizer.json or tokenizer.model; add one, or pass --tokenizer")
+        raise ConfigError(f"{folder}: has no tokenizer.json or tokenizer.model; add one, or name another folder with "
+                          "--tokenizer")
     return ModelTokenizer(
         backend,
         special_tokens=special,
