@@ -17,7 +17,7 @@ use, however far one device runs ahead. A send's number decides its buffer on bo
 travel at all in a step follows from plan.hops, which all devices know; nobody waits for what nobody sends. Devices meet
 at a barrier first, so that no neighbour writes into a buffer that still belongs to an earlier operation.
 
-A small kernel before it writes the new tokens' pages, in place. It is one of its own because XLA gives a kernel with a
+A small kernel before it writes the new tokens, in place. It is one of its own because XLA gives a kernel with a
 barrier outputs at addresses that are the same on all devices, which a donated argument does not have: with the cache
 as an output of the ring kernel the compiler copies it whole, in and out (seen in its memory analysis for v6e). As an
 input that is only read it stays where it is.
@@ -48,6 +48,7 @@ _MASKED = -1e30
 _LOWEST = -1e29
 _LOG2_E = 1.4426950408889634
 _PIECE = 128  # queries (times heads of a group) at a time: scores of 512 keys fill the registers
+_WRITE_TILES = 32  # at a time: 2 MiB of VMEM for 8 kv heads of 128
 _COLLECTIVE_ID = 11  # kernels with another pattern of communication must use another one
 
 
@@ -431,33 +432,68 @@ def _kernel(*refs, static: _Static):
     kernel.leave()
 
 
-def _write_kernel(sizes, write_page, written, _, kv_pages, semaphore):
-    """written [Wp, Y, K, B, H] to the pages write_page [Wp] of kv_pages [L, P, Y, K, B, H], all in HBM.
+class _Writes(NamedTuple):
+    """Refs in SMEM."""
 
-    sizes: layer, how many of Wp are in use.
+    sizes: Any  # [2]: layer, tiles in use
+    page: Any  # [X]
+    place: Any  # [X]
+    first: Any  # [X]
+    end: Any  # [X]
+
+
+def _write_kernel(*refs):
+    """new [X, Y, K, Z, H] to tiles of kv_pages [L, P, Y, K, B, H], both in HBM; old and fresh [W, Y, K, Z, H] in VMEM.
+
+    Many tiles at a time, so that it is the memory's bandwidth that counts and not its latency: all are fetched, merged
+    with what they held, and stored.
     """
+    smem, (new, _, kv_pages, old, fresh, semaphores) = _Writes(*refs[:5]), refs[5:]
+    most, size = old.shape[0], old.shape[3]
 
-    def copy(i):
-        return pltpu.make_async_copy(written.at[i], kv_pages.at[sizes[0], write_page[i]], semaphore)
+    def tile(at):
+        return kv_pages.at[smem.sizes[0], smem.page[at], :, :, pl.ds(pl.multiple_of(smem.place[at] * size, size), size)]
 
-    _for_each(sizes[1], lambda i: copy(i).start())
-    _for_each(sizes[1], lambda i: copy(i).wait())
+    def some(group):
+        base = group * most
+        count = jnp.minimum(smem.sizes[1] - base, most)
+
+        def fetch(i, start: bool) -> None:
+            for source, place in ((tile(base + i), old.at[i]), (new.at[base + i], fresh.at[i])):
+                copy = pltpu.make_async_copy(source, place, semaphores.at[0])
+                copy.start() if start else copy.wait()
+
+        def merge(i) -> None:
+            slot = lax.broadcasted_iota(jnp.int32, old.shape[1:], 2)
+            is_new = (slot >= smem.first[base + i]) & (slot < smem.end[base + i])
+            wide = [ref[i].astype(jnp.float32) for ref in (fresh, old)]  # masks are of 32 bits
+            old[i] = jnp.where(is_new, *wide).astype(old.dtype)
+            pltpu.make_async_copy(old.at[i], tile(base + i), semaphores.at[1]).start()
+
+        _for_each(count, partial(fetch, start=True))
+        _for_each(count, partial(fetch, start=False))
+        _for_each(count, merge)
+        _for_each(count, lambda i: pltpu.make_async_copy(old.at[i], tile(base + i), semaphores.at[1]).wait())
+
+    _for_each(pl.cdiv(smem.sizes[1], most), some)
 
 
-def write_pages(written, kv_pages, layer, plan: RingPlan, *, interpret: bool = False) -> jax.Array:
-    """kv_pages, in place, with the pages plan.writes.page of a layer replaced."""
-    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+def write_tiles(new, kv_pages, layer, plan: RingPlan, *, interpret: bool = False) -> jax.Array:
+    """kv_pages, in place, with the new tokens of a layer; new: from `pages.new_tiles`."""
+    writes, hbm = plan.writes, pl.BlockSpec(memory_space=pltpu.HBM)
+    group = pltpu.VMEM((min(_WRITE_TILES, new.shape[0]), *new.shape[1:]), kv_pages.dtype)
+    scalars = (_integers(layer, writes.num_tiles), writes.page, writes.place, writes.first, writes.end)
     return pl.pallas_call(
         _write_kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2, grid=(1,), in_specs=[pl.BlockSpec(memory_space=pl.ANY), hbm], out_specs=hbm,
-            scratch_shapes=[pltpu.SemaphoreType.DMA],
+            num_scalar_prefetch=5, grid=(1,), in_specs=[pl.BlockSpec(memory_space=pl.ANY), hbm], out_specs=hbm,
+            scratch_shapes=[group, group, pltpu.SemaphoreType.DMA((2,))],
         ),
         out_shape=jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
-        input_output_aliases={3: 0},
+        input_output_aliases={6: 0},
         name="ring_attention_write",
         interpret=tpu_params() if interpret else False,
-    )(_integers(layer, plan.writes.num_pages), plan.writes.page.astype(jnp.int32), written, kv_pages)  # fmt: skip
+    )(*(a.astype(jnp.int32) for a in scalars), new, kv_pages)  # fmt: skip
 
 
 def _piece(rows: int) -> int:
@@ -544,8 +580,7 @@ def _launch(q, k, v, kv_pages, layer, plan: RingPlan, scale, soft_cap, sinks, in
                      plan.window, soft_cap and soft_cap * _LOG2_E, sinks is not None, _piece(rows))  # fmt: skip
     sink = jnp.zeros((num_kv_heads, 1, rows)) if sinks is None else (
         pages.sink_rows(sinks * _LOG2_E, num_kv_heads, plan.config.query_tokens)[:, None])
-    written = pages.pages_to_write(k, v, kv_pages, layer, plan)
-    kv_pages = write_pages(written, kv_pages, layer, plan, interpret=interpret)
+    kv_pages = write_tiles(pages.new_tiles(k, v, kv_pages, plan), kv_pages, layer, plan, interpret=interpret)
     scalars = _Scalars(
         _integers(layer, plan.num_rounds), plan.block_page, plan.block_valid, plan.round_blocks, plan.hops, plan.count,
         plan.items)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Between tokens and what the kernels work on: whole pages to write, query tiles to attend.
+"""Between tokens and what the kernels work on: tiles of pages to write, query tiles to attend.
 
 Two layouts of pages, as ragged paged attention's KVLayout has them: [L, P, 2, K, B, R], K and V apart, and side by side
 [L, P, 1, K, B, 2 R], a token's K and V in one row. R >= H, zeros behind a head. Queries get zeros behind them, so that
@@ -56,16 +56,11 @@ def new_rows(k: jax.Array, v: jax.Array, kv_pages: KVPages) -> KVPages:
     return values if scales is None else QuantizedPages(values, scales)
 
 
-def pages_to_write(k: jax.Array, v: jax.Array, kv_pages: KVPages, layer: jax.Array, plan: RingPlan) -> KVPages:
-    """The pages plan.writes.page as they will be, [Wp, 2, K, B, R]: new tokens where there are any, else old bytes."""
-    fresh = plan.writes.token < k.shape[0]  # [Wp, B]
-
-    def merged(new, pages):
-        new = jnp.moveaxis(new.at[plan.writes.token].get(mode="clip"), 1, 3)  # [Wp, 2, K, B, ...]
-        mask = fresh.reshape(fresh.shape[0], 1, 1, fresh.shape[1], *(1,) * (new.ndim - 4))
-        return jnp.where(mask, new, pages[layer, plan.writes.page])
-
-    return jax.tree.map(merged, new_rows(k, v, kv_pages), kv_pages)
+def new_tiles(k: jax.Array, v: jax.Array, kv_pages: jax.Array, plan: RingPlan) -> jax.Array:
+    """[X, 2, K, Z, R] or [X, 1, K, Z, 2 R]: new tokens in the tiles plan.writes.page; in other slots, anything."""
+    rows = new_rows(k, v, kv_pages)
+    assert isinstance(rows, jax.Array), "the kernel that writes tiles has no quantized KV"
+    return jnp.moveaxis(rows.at[plan.writes.token].get(mode="clip"), 1, 3)
 
 
 def query_tiles(q: jax.Array, kv_pages: KVPages, scale: float, plan: RingPlan) -> jax.Array:

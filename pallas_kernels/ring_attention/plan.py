@@ -10,6 +10,7 @@ Axis letters: T tokens, S rows, M pages of the longest row, P pages, B page toke
 J query tiles of Q tokens; C KV blocks (a multiple of R) of W tokens; U = C / R rounds.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -65,12 +66,15 @@ class Items(NamedTuple):
 
 
 class Writes(NamedTuple):
-    """Where new tokens go: token by token, and by whole pages."""
+    """Where new tokens go: token by token, and by tiles, parts of pages, of `write_size` tokens (Z)."""
 
     slot: tuple[jax.Array, jax.Array]  # [T] page and place in it of each new token, page 0 for padding
-    page: jax.Array  # [Wp] pages that get new tokens, 0 behind the last
-    token: jax.Array  # [Wp, B] the new token of each slot, T where the old bytes stay
-    num_pages: jax.Array  # []
+    page: jax.Array  # [X] page of each tile that gets new tokens
+    place: jax.Array  # [X] which tile of the page
+    first: jax.Array  # [X] new tokens go to slots first .. end - 1 of the tile
+    end: jax.Array  # [X]
+    token: jax.Array  # [X, Z] the new token of each of them, T for the other slots
+    num_tiles: jax.Array  # []
 
 
 @partial(jax.tree_util.register_dataclass, meta_fields=("axis_name", "config", "window"), data_fields=(
@@ -141,9 +145,9 @@ def ring_plan(
     tiles = tiles_of(cu_q_lens, positions, config.query_tokens)
     blocks = blocks_of(stored, page_table, kv_lens, page_size, config)
     everyone, held = (jax.tree.map(lambda a: lax.all_gather(a, axis_name), x) for x in (tiles.bounds, blocks))
-    where = (page_table, kv_lens, cu_q_lens, positions.shape[0], page_size)
-    return plan_of(lax.axis_index(axis_name), tiles, everyone, held, Writes(prefill_slots(*where), *writes_of(*where)),
-                   round_size(config, page_table, page_size), axis_name, config, window)  # fmt: skip
+    writes = writes_of(page_table, kv_lens, cu_q_lens, positions.shape[0], page_size)
+    size = round_size(config, page_table, page_size)
+    return plan_of(lax.axis_index(axis_name), tiles, everyone, held, writes, size, axis_name, config, window)
 
 
 def round_size(config: RingConfig, page_table, page_size: int) -> int:
@@ -262,21 +266,29 @@ def _items(visible, clear) -> tuple[jax.Array, Items]:
     return active.sum(-1), items
 
 
-def writes_of(page_table, kv_lens, cu_q_lens, num_tokens: int, page_size: int):
-    """The pages that new tokens go to: page [Wp], new token of each slot [Wp, B], how many."""
-    num_rows, row_pages = page_table.shape
+def write_size(page_size: int) -> int:
+    """Z: whole rows of registers, of 16 or 32 bits, that divide a page."""
+    return math.gcd(page_size, 16)
+
+
+def writes_of(page_table, kv_lens, cu_q_lens, num_tokens: int, page_size: int) -> Writes:
+    """Of `num_tokens` new tokens in the rows' order, the newest of each row."""
+    (num_rows, row_pages), size = page_table.shape, write_size(page_size)
     lengths = cu_q_lens[1:] - cu_q_lens[:-1]
     start = kv_lens - lengths
-    pages = jnp.where(lengths > 0, (kv_lens + page_size - 1) // page_size - start // page_size, 0)
-    row, number, used = _parts(pages, 1, num_write_pages(num_tokens, num_rows, page_size))
-    number += start[row] // page_size
-    page = jnp.where(used, page_table[row, jnp.minimum(number, row_pages - 1)], 0)
-    index = number[:, None] * page_size + jnp.arange(page_size)
-    new = used[:, None] & (index >= start[row][:, None]) & (index < kv_lens[row][:, None])
-    token = jnp.where(new, cu_q_lens[row][:, None] + index - start[row][:, None], num_tokens)
-    return page, token, pages.sum()
+    tiles = jnp.where(lengths > 0, (kv_lens + size - 1) // size - start // size, 0)
+    row, number, used = _parts(tiles, 1, num_write_tiles(num_tokens, num_rows, size))
+    number += start[row] // size
+    per_page = page_size // size
+    page = jnp.where(used, page_table[row, jnp.minimum(number // per_page, row_pages - 1)], 0)
+    first, end = (jnp.where(used, jnp.clip(a[row] - number * size, 0, size), 0) for a in (start, kv_lens))
+    place = jnp.arange(size)
+    new = (place >= first[:, None]) & (place < end[:, None])
+    token = cu_q_lens[row][:, None] + number[:, None] * size + place - start[row][:, None]
+    slot = prefill_slots(page_table, kv_lens, cu_q_lens, num_tokens, page_size)
+    return Writes(slot, page, number % per_page, first, end, jnp.where(new, token, num_tokens), tiles.sum())
 
 
-def num_write_pages(num_tokens: int, num_rows: int, page_size: int) -> int:
-    """The most pages that T new tokens of S rows touch; a row's first and last one partly."""
-    return min((num_tokens + num_rows * (2 * page_size - 2)) // page_size, num_tokens)
+def num_write_tiles(num_tokens: int, num_rows: int, size: int) -> int:
+    """The most tiles that T new tokens of S rows touch; a row's first and last one partly."""
+    return min((num_tokens + num_rows * (2 * size - 2)) // size, num_tokens)

@@ -23,10 +23,8 @@ from pallas_kernels.ring_attention.config import RingConfig
 from pallas_kernels.ring_attention.plan import (
     RingPlan,
     StripedPositions,
-    Writes,
     blocks_of,
     plan_of,
-    prefill_slots,
     round_size,
     tiles_of,
     writes_of,
@@ -137,8 +135,7 @@ def spread_plan(rows: Rows, device: jax.Array, *, devices: int, num_tokens: int,
 
     kv_lens, cu_q_lens, tiles, _ = part(device)
     _, _, everyone, blocks = jax.vmap(part)(jnp.arange(devices))
-    where = (some.page_table, kv_lens, cu_q_lens, num_tokens, page_size)
-    writes = Writes(prefill_slots(*where), *writes_of(*where))
+    writes = writes_of(some.page_table, kv_lens, cu_q_lens, num_tokens, page_size)
     size = round_size(config, some.page_table, page_size)
     return plan_of(device, tiles, everyone.bounds, blocks, writes, size, axis_name, config, window)
 
@@ -160,12 +157,11 @@ def shared_plan(some: _Selected, device: jax.Array, *, devices: int, num_tokens:
     row, index = _index_in_row(held, mine, most)
     token = cu_q_lens[row + 1] - some.kv_lens[row] + stripes.of(index, index)
     token = jnp.where(jnp.arange(most) < mine[-1], token, num_tokens)
-    page, offset = (jnp.zeros(num_tokens, jnp.int32).at[token].set(a, mode="drop")
-                    for a in prefill_slots(some.page_table, held, mine, most, page_size))  # fmt: skip
-    pages, numbers, count = writes_of(some.page_table, held, mine, most, page_size)
-    numbers = token.at[numbers].get(mode="fill", fill_value=num_tokens)
+    writes = writes_of(some.page_table, held, mine, most, page_size)
+    page, offset = (jnp.zeros(num_tokens, jnp.int32).at[token].set(a, mode="drop") for a in writes.slot)
+    of_all = token.at[writes.token].get(mode="fill", fill_value=num_tokens)
+    writes = writes._replace(slot=(page, offset), token=of_all)
     bounds, blocks = jax.tree.map(lambda a: a[None], (tiles.bounds, blocks))
-    writes = Writes((page, offset), pages, numbers, count)
     size = round_size(config, some.page_table, page_size)
     plan = plan_of(jnp.int32(0), tiles, bounds, blocks, writes, size, axis_name, config, window)
     return replace(plan, items=plan.items._replace(is_last=jnp.zeros_like(plan.items.is_last)))

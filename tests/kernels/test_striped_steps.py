@@ -16,17 +16,17 @@ from tests.tolerances import ATTENTION
 
 AXIS, LAYERS, LAYER = "context", 2, 1
 ROWS = ((37, 1), (0, 1), (8, 1), (21, 40), (64, 7), (0, 13))  # (cached, new); those of one token first
-NUM_ROWS, ROW_PAGES, PAGE, HEADS, DIM = 8, 9, 4, (4, 2), 16
+NUM_ROWS, ROW_PAGES, HEADS, DIM = 8, 9, (4, 2), 16
 OPTIONS = dict(window=19, soft_cap=2.0, sinks=np.array([-1.0, 0.0, 1.0, 5.0], np.float32))
 
 
 class Step:
-    """The rows in one pool, every page of PAGE * devices tokens; what nobody may read is NaN."""
+    """The rows in one pool, every page of page_size * devices tokens; what nobody may read is NaN."""
 
-    def __init__(self, devices: int):
+    def __init__(self, devices: int, page_size: int):
         rng = np.random.default_rng(devices)
         cached, new = np.array(ROWS).T
-        self.devices, self.size = devices, int(new.sum()) + 3
+        self.devices, self.page_size = devices, page_size
         self.num_tokens = devices * -(-api.tokens_needed(devices, 3, new[3:].tolist()) // devices)
         padding = NUM_ROWS - len(ROWS)
         kv_lens = np.pad(cached + new, (0, padding)).astype(np.int32)
@@ -34,13 +34,13 @@ class Step:
         cu_q_lens[0] = 0
         table = rng.permutation(np.arange(1, 1 + NUM_ROWS * ROW_PAGES)).reshape(NUM_ROWS, ROW_PAGES).astype(np.int32)
         self.rows = api.Rows(table, kv_lens, cu_q_lens, np.array([3, 3, len(ROWS)], np.int32))
-        shape = (LAYERS, 1 + NUM_ROWS * ROW_PAGES, PAGE * devices, 2, HEADS[1], DIM)
+        shape = (LAYERS, 1 + NUM_ROWS * ROW_PAGES, page_size * devices, 2, HEADS[1], DIM)
         self.tokens = np.full(shape, np.nan, np.float32)
         self.positions = np.zeros(self.num_tokens, np.int32)
         for row, (old, fresh) in enumerate(ROWS):
             for index in range(old):
-                page = table[row, index // (PAGE * devices)]
-                self.tokens[:, page, index % (PAGE * devices)] = rng.standard_normal((LAYERS, 2, HEADS[1], DIM))
+                page = table[row, index // (page_size * devices)]
+                self.tokens[:, page, index % (page_size * devices)] = rng.standard_normal((LAYERS, 2, HEADS[1], DIM))
             self.positions[cu_q_lens[row] : cu_q_lens[row + 1]] = old + np.arange(fresh)
         self.q, self.k, self.v = (
             rng.standard_normal((self.num_tokens, heads, DIM), np.float32) for heads in (HEADS[0], HEADS[1], HEADS[1]))
@@ -61,9 +61,10 @@ class Step:
 def attend(q, k, v, kv_pages, *of_rows, step: Step, how: str, backend: api.Backend, window=None, **options):
     """Decode rows and chunks after each other, on one device; the outputs of all tokens in the order of rows."""
     devices, me, rows, options = step.devices, lax.axis_index(AXIS), api.Rows(*of_rows), dict(options, scale=0.25)
-    common = dict(devices=devices, page_size=PAGE, axis_name=AXIS, window=window)
-    config = api.RingConfig(query_tokens=8, kv_tokens=8, round_tokens=16)
-    whole = api.RingConfig(query_tokens=8, kv_tokens=8, round_tokens=8 * NUM_ROWS * ROW_PAGES)
+    common = dict(devices=devices, page_size=step.page_size, axis_name=AXIS, window=window)
+    block = max(step.page_size, 8)
+    config = api.RingConfig(query_tokens=8, kv_tokens=block, round_tokens=2 * block)
+    whole = api.RingConfig(query_tokens=8, kv_tokens=block, round_tokens=block * NUM_ROWS * ROW_PAGES)
     kv_pages, layer = kv_pages[0], jnp.int32(LAYER)
     shared = partial(api.shared_plan, device=me, config=whole, **common)
     plan = shared(api.decode_rows(rows), num_tokens=NUM_ROWS)
@@ -82,11 +83,11 @@ def attend(q, k, v, kv_pages, *of_rows, step: Step, how: str, backend: api.Backe
     return jnp.where(decode[:, None, None], ones, out), kv_pages[None]
 
 
-def check(backend: str, devices: int, how: str, options: dict) -> None:
-    step = Step(devices)
-    layout = KVLayout(num_layers=LAYERS, num_pages=1, page_size=PAGE, num_kv_heads=HEADS[1], head_dim=DIM,
+def check(backend: str, devices: int, how: str, options: dict, page_size: int = 4) -> None:
+    step = Step(devices, page_size)
+    layout = KVLayout(num_layers=LAYERS, num_pages=1, page_size=step.page_size, num_kv_heads=HEADS[1], head_dim=DIM,
                       dtype=jnp.dtype(jnp.float32))  # fmt: skip
-    spec = api.AttentionSpec(num_heads=HEADS[0], num_kv_heads=HEADS[1], head_dim=DIM, page_size=PAGE,
+    spec = api.AttentionSpec(num_heads=HEADS[0], num_kv_heads=HEADS[1], head_dim=DIM, page_size=step.page_size,
                              dtype=jnp.dtype("float32"), kv_dtype=jnp.dtype("float32"))  # fmt: skip
     chosen = api.choose_backend(backend, spec, jax.devices()[0])
     striped = np.stack([layout.from_canonical(step.tokens[:, :, device::devices]) for device in range(devices)])
@@ -112,7 +113,7 @@ def test_xla(how: str):
 
 @pytest.mark.parametrize("how", [pytest.param("spread", marks=pytest.mark.slow), "shared"])
 def test_mosaic_tpu(how: str):
-    check("mosaic_tpu", 2, how, OPTIONS)
+    check("mosaic_tpu", 2, how, OPTIONS, page_size=32)  # two tiles of what is written at a time
 
 
 @pytest.mark.slow
