@@ -161,7 +161,7 @@ FAMILIES = {
     "llama4": ("Llama4Text", dict(hidden_size=32, num_key_value_heads=2, head_dim=8, num_hidden_layers=4,
                                   intermediate_size=16, intermediate_size_mlp=24, num_local_experts=8,
                                   num_experts_per_tok=1, interleave_moe_layer_step=2, no_rope_layer_interval=2,
-                                  attention_chunk_size=16, floor_scale=4, attn_scale=0.5, rms_norm_eps=1e-5,
+                                  attention_chunk_size=16, floor_scale=4, attn_scale=0.3, rms_norm_eps=1e-5,
                                   rope_parameters=LLAMA3_ROPE), (7, 33, 70)),
 }
 
@@ -203,7 +203,7 @@ def rewrite_in_old_style(path: Path) -> None:
 
 
 def randomize(model: torch.nn.Module, generator: torch.Generator) -> None:
-    """Matrices at twice the usual scale, norm factors in 1 +- 0.6, biases with std 0.3."""
+    """Matrices mostly at twice the usual scale, norm factors in 1 +- 0.6, biases with std 0.3."""
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if "norm" in name:
@@ -213,8 +213,9 @@ def randomize(model: torch.nn.Module, generator: torch.Generator) -> None:
             parameter.data = 0.3 * noise
         elif "embed_tokens" in name:
             parameter.data = 0.5 * noise
-        elif name.endswith("experts.gate_up_proj") and type(model).__name__.startswith("GptOss"):
-            parameter.data = noise * (1.0 / parameter.shape[-2] ** 0.5)  # [in, out], and each layer sharpens errors
+        elif type(model).__name__.startswith(("GptOss", "Llama4")):  # wider ones sharpen errors with each layer
+            inputs = parameter.shape[-2 if ".experts." in name else -1]
+            parameter.data = noise * (1.0 / inputs**0.5)
         else:
             parameter.data = noise * (2.0 / parameter.shape[-1] ** 0.5)
     for name, buffer in model.named_buffers():
