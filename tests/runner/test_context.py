@@ -14,6 +14,7 @@ from model.families.registry import read_config
 from model.transformer import with_params
 from serving.errors import ConfigError
 from serving.llm import LLM, RequestOutput, SamplingParams
+from serving.runner import runner
 from serving.runner.memory import bytes_per_device
 from serving.runner.programs import StepProgram, param_shapes
 from serving.runner.shapes import Spreading, StepShape, pick_shape, step_shapes
@@ -67,11 +68,15 @@ def check(name: str, tokenizer: str, mesh: str, **options) -> LLM:
 
 
 @pytest.mark.slow
-def test_everything_that_a_scheduler_does(tokenizer):
+def test_everything_that_a_scheduler_does(tokenizer, monkeypatch):
     """Chunks of long prompts, prefix cache, preemption, decoding after it; log-probabilities of prompts and tokens."""
+    picked = []
+    monkeypatch.setattr(runner, "pick_shape", lambda *args: picked.append(pick_shape(*args)) or picked[-1])
     with check("llama-gqa-tied", tokenizer, "context=4", num_pages=17) as llm:
         stats = llm.service.engine.stats
         assert stats.prefix_cache_hits > 0 and stats.num_preemptions > 0
+    chunks = {shape.context for shape in picked if shape.num_tokens > shape.num_rows}
+    assert chunks == {1, 4}, "chunks below the threshold, and spread ones"
 
 
 @pytest.mark.slow
