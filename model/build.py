@@ -16,6 +16,7 @@ from pallas_kernels.latent_attention import api as latent_attention
 from pallas_kernels.latent_attention.api import LatentLayout
 from pallas_kernels.ragged_paged_attention import api as attention
 from pallas_kernels.ragged_paged_attention.api import KVLayout
+from sharding.mesh import MeshError
 from sharding.rules import AxisRules, axis_rules
 
 
@@ -78,16 +79,16 @@ def choose_kernels(config: ModelConfig, rules: AxisRules, dtype: jnp.dtype, *, a
 
 
 def _check_context(config: ModelConfig, rules: AxisRules, page_size: int) -> None:
-    """ValueError with what ring attention has not, or not yet."""
+    """MeshError with what ring attention has not, or not yet."""
     context = rules.mesh.shape["context"]
     missing = {
-        f"latent attention over context={context}; data groups share out its cache": config.latent is not None,
-        f"attention in chunks over context={context}": any(layer.chunk for layer in config.layers),
-        f"pages of {page_size} tokens over context={context}; it takes a multiple": page_size % context > 0,
+        "latent attention over it; data groups share out its cache": config.latent is not None,
+        "attention in chunks over it": any(layer.chunk for layer in config.layers),
+        f"--block-size of {page_size} tokens for it; it takes a multiple": page_size % context > 0,
     }
     for what, is_missing in missing.items():
         if is_missing:
-            raise ValueError(f"there is no {what}")
+            raise MeshError(f"--mesh context={context}: there is no {what}")
 
 
 def _choose_attention(spec: attention.AttentionSpec, device, name: str, context: int

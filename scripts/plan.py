@@ -84,13 +84,15 @@ def run(args: argparse.Namespace) -> None:
     from scripts.planning.plan import plan_mesh
     from scripts.planning.report import as_json, print_mesh, print_ranking
     from scripts.planning.search import check, layouts, ranked, suggestions
-    from scripts.planning.topology import parse_topology
+    from scripts.planning.topology import PlanError, parse_topology
     from sharding.mesh import parse_mesh
 
     started = time.perf_counter()
     topology = parse_topology(args.topology)
     name, config, sizes, question = read_arguments(args, topology)
     found = layouts(config, topology)
+    if args.enable_expert_parallel and not args.mesh:
+        raise PlanError("--enable-expert-parallel is for one --mesh; without --mesh all are compared, with it and not")
     if args.mesh:
         spec = parse_mesh(args.mesh)
         check(spec, topology)

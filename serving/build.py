@@ -126,7 +126,7 @@ def _kernels(config: ModelConfig, engine: EngineConfig, rules: AxisRules, dtype:
     try:
         return choose_kernels(config, rules, dtype, attention_backend=engine.attention_backend,
                               page_size=_page_size(engine), options=_expert_options(engine))  # fmt: skip
-    except ExpertsError as error:
+    except (ExpertsError, MeshError) as error:
         raise ConfigError(str(error)) from error
     except ValueError as error:
         raise ConfigError(f"--attention-backend and --block-size: {error}") from error

@@ -46,7 +46,7 @@ def parse_flags(argv: Sequence[str], environment: Mapping[str, str] | None = Non
         model=args.model,
         tokenizer=args.tokenizer,
         dtype=args.dtype,
-        mesh=mesh or "1x1",
+        mesh="1x1" if mesh is None else mesh,
         hosts=plan_hosts(
             HostFlags(
                 nnodes=args.nnodes,

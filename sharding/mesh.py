@@ -52,11 +52,11 @@ class MeshSpec:
 def parse_mesh(text: str) -> MeshSpec:
     """`8x1` is tensor=8, data=1; `tensor=4,data=2` names the axes (absent ones are 1)."""
     sizes: dict[str, int] = {}
-    if short := re.fullmatch(r"(\d+)x(\d+)", text):
+    if short := re.fullmatch(r"([0-9]+)x([0-9]+)", text):
         sizes = {"tensor": int(short[1]), "data": int(short[2])}
     else:
         for part in text.split(","):
-            named = re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", part)
+            named = re.fullmatch(r"\s*(\w+)\s*=\s*([0-9]+)\s*", part)
             if not named:
                 raise MeshError(f"--mesh {text!r} is neither TENSORxDATA (8x1) nor axis=size pairs (tensor=4,data=2)")
             if named[1] not in AXES:

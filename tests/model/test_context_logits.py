@@ -65,13 +65,13 @@ def test_what_has_no_ring_is_refused():
 
     chosen = kernels("llama-gqa-tied", "context=4").attention
     assert isinstance(chosen, ContextAttention) and chosen.choice.name == "xla" and chosen.storage.spec.page_size == 2
-    with pytest.raises(ValueError, match="no latent attention over context=2"):
+    with pytest.raises(ValueError, match="--mesh context=2: there is no latent attention"):
         kernels("deepseek-v2-lite", "context=2")
-    with pytest.raises(ValueError, match="no attention in chunks over context=2"):
+    with pytest.raises(ValueError, match="--mesh context=2: there is no attention in chunks"):
         kernels("llama4", "context=2")
     with pytest.raises(ValueError, match="pipeline=2,context=2: the two cannot be combined"):
         kernels("llama-mqa", "context=2,pipeline=2")
-    with pytest.raises(ValueError, match="no pages of 8 tokens over context=3; it takes a multiple"):
+    with pytest.raises(ValueError, match="--mesh context=3: there is no --block-size of 8 tokens"):
         kernels("llama-gqa-tied", "context=3")
     with pytest.raises(ValueError, match="'mosaic_gpu' has no ring attention: .* takes auto or xla"):
         kernels("llama-gqa-tied", "context=2", backend="mosaic_gpu")
