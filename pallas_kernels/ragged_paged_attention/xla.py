@@ -229,7 +229,7 @@ def _attend_items(queries: _Queries, row, kv_block, live, cache: _Cache, tile: _
     written = (index < cache.kv_lens[row][:, None]) & live[:, None]
     visible = _visible(queries, index, cache.first_new[row]) & written[:, None]  # [C, M, W]
     if cache.reach.ends:
-        visible &= index[:, None] >= cache.reach.oldest(queries.position)[:, :, None]
+        visible &= index[:, None] >= jnp.asarray(cache.reach.oldest(queries.position))[:, :, None]
 
     dtype = queries.values.dtype
     scores = jnp.einsum("ckmh,ckwh->ckmw", queries.values, keys.astype(dtype), preferred_element_type=jnp.float32)
