@@ -44,11 +44,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     truncate_prompt_tokens: int | None = None  # keep the last k prompt tokens; -1: the context length
 
     def __post_init__(self) -> None:
-        """Lists become tuples, and a string one of them: scripts written for vLLM give both."""
+        """Lists become tuples, and one stop string a tuple of it: scripts written for vLLM give both."""
         for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, tuple):
-                msgspec.structs.force_setattr(self, name, (value,) if isinstance(value, str) else tuple(value))
+            if isinstance(value, list):
+                msgspec.structs.force_setattr(self, name, tuple(value))
+        if isinstance(self.stop, str):
+            msgspec.structs.force_setattr(self, "stop", (self.stop,))
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
