@@ -190,6 +190,7 @@ def test_one_that_comes_again_before_all_are_there():
         gone.send(Hello(1, SAME))
         time.sleep(0.2)
         gone.close()
+        time.sleep(0.5)  # for host 0 to see it; else all seem to be there
         again, other = pool.submit(follower, 1, 3), pool.submit(follower, 2, 3)
         led.result(10).goodbye()
         assert again.result(10).next_step() is other.result(10).next_step() is None
