@@ -16,7 +16,7 @@ NUM_TOKENS = 4
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("backend", ["mosaic_tpu", "mosaic_gpu"])
+@pytest.mark.parametrize("backend", ["mosaic_tpu", pytest.param("mosaic_gpu", marks=pytest.mark.kernels)])
 def test_greedy(backend: str):
     prompts = sorted(GOLDEN["prompts"], key=lambda p: len(p["prompt_token_ids"]))[2:4]
     # Prompts of 4 and 5 tokens in chunks of 3, then both decode together.
