@@ -193,9 +193,9 @@ def check_experts(target: Target, layer, name: str) -> Result:
 
 
 def check_step(target: Target, step, backend: str, shape) -> Result:
-    from scripts.aot.cases import PAGE_SIZE
     from scripts.aot.memory import kv_problem, temporaries
     from scripts.aot.step import compile_step
+    from serving.runner.memory import PAGE_SIZE
 
     started = time.perf_counter()
     compiled, kv_bytes, layer_bytes = compile_step(

@@ -126,10 +126,10 @@ def read_arguments(args: argparse.Namespace, topology):
     import jax.numpy as jnp
 
     from model.families.registry import read_config
-    from scripts.planning.placement import PAGE_SIZE, Sizes
+    from scripts.planning.placement import Sizes
     from scripts.planning.plan import Question
     from scripts.planning.topology import PlanError
-    from serving.runner.memory import memory_share
+    from serving.runner.memory import PAGE_SIZE, memory_share
 
     for flag, target in (("--json", args.json), ("--plot", args.plot)):  # before minutes of compiling
         if target and (Path(target).is_dir() or not Path(target).parent.is_dir()):

@@ -149,9 +149,10 @@ def print_report(target: Target, shapes: list[str], *, with_jax: bool) -> None:
 
 def measures(target: Target, name: str, step: str, *, with_jax: bool):
     """(kernel, Measure or the reason why there is none): ours, then jax's best."""
-    from scripts.aot.cases import DECODE, MIXED, PAGE_SIZE, jax_ragged_paged, ragged_paged
+    from scripts.aot.cases import DECODE, MIXED, jax_ragged_paged, ragged_paged
     from scripts.aot.measures import chunk_measure, decode_measure, jax_measure
     from scripts.aot.models import ATTENTION
+    from serving.runner.memory import PAGE_SIZE
 
     shape, rows, page_size = ATTENTION[name], DECODE if step == "decode" else MIXED, PAGE_SIZE["tpu"]
     try:

@@ -39,6 +39,7 @@ from serving.errors import ConfigError
 from serving.report import start_report
 from serving.request import EngineInfo
 from serving.runner.compiler import use_persistent_cache
+from serving.runner.memory import PAGE_SIZE
 from serving.runner.placing import place_experts, stored_shape
 from serving.runner.runner import ModelRunner, RunnerConfig
 from serving.runner.shapes import Spreading
@@ -236,10 +237,8 @@ def _build(config: EngineConfig, hosts: Hosts, progress: bool) -> Built:
 
 
 def _page_size(config: EngineConfig) -> int:
-    """Of a page on all devices of the context axis together.
-
-    Short pages share more of a prefix. A copy of one on a GPU or TPU must be long enough to pay."""
-    on_a_device = config.block_size or {"gpu": 64, "tpu": 128}.get(jax.default_backend(), 16)
+    """Of a page on all devices of the context axis together."""
+    on_a_device = config.block_size or PAGE_SIZE.get(jax.default_backend(), PAGE_SIZE["cpu"])
     return on_a_device * parse_mesh(config.mesh).context
 
 

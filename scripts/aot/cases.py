@@ -17,9 +17,9 @@ from quant.experts import QuantizedExperts
 from quant.kv import QuantizedPages
 from scripts.aot.models import ATTENTION, EXPERTS, LATENT, AttentionShape, ExpertsShape, LatentShape
 from scripts.aot.program import Case, Program
+from serving.runner.memory import PAGE_SIZE
 
 KIND = {"tpu": "mosaic_tpu", "gpu": "mosaic_gpu"}
-PAGE_SIZE = {"tpu": 128, "gpu": 64, "cpu": 16}
 POOL_BYTES = 4 << 30  # a KV cache so large that a copy of one of its layers is larger than any other temporary
 LAYERS = 2  # so that the layer's index matters
 

@@ -23,9 +23,6 @@ from serving.runner.programs import StepProgram, param_shapes
 from sharding.mesh import MeshSpec, make_mesh
 from sharding.rules import AxisRules
 
-PAGE_SIZE = {"tpu": 128, "gpu": 64, "cpu": 16}
-KINDS = {"v5e": "TPU v5 lite", "v5p": "TPU v5p", "v6e": "TPU v6 lite", "v7x": "TPU7x", "h200": "NVIDIA H200"}
-
 
 @dataclass(frozen=True)
 class StandIn:
@@ -158,8 +155,7 @@ def devices_of(topology: Topology) -> Sequence[Any]:
             raise PlanError(f"--topology {topology.name}: this process has {len(devices)} CPU devices; "
                             f"--topology cpu:{len(devices)} would work")  # fmt: skip
         return devices[: topology.num_devices]
-    kind = KINDS[topology.device.name]
-    return [StandIn(n, topology.platform, kind) for n in range(topology.num_devices)]
+    return [StandIn(n, topology.platform, topology.device.kinds[0]) for n in range(topology.num_devices)]
 
 
 def place(config: ModelConfig, topology: Topology, layout: MeshLayout, sizes: Sizes, devices: Sequence[Any]

@@ -9,6 +9,9 @@ import jax
 
 from serving.errors import ConfigError
 
+# Tokens of a KV page on one device, unless --block-size says otherwise. Short pages share more of a prefix; a copy of
+# one on a GPU or TPU must be long enough to pay.
+PAGE_SIZE = {"cpu": 16, "gpu": 64, "tpu": 128}
 _DEFAULT_SHARE = {"cpu": 0.1}  # of host memory, which other programs need too
 _DEVICE_SHARE = 0.9
 

@@ -10,12 +10,13 @@ import pytest
 
 from model.families.registry import read_config
 from scripts.planning.counting import Collective, Counts
-from scripts.planning.placement import PAGE_SIZE, MeshLayout, Placement, Sizes, devices_of, place
+from scripts.planning.placement import MeshLayout, Placement, Sizes, devices_of, place
 from scripts.planning.plan import MeshPlan, Question, plan_mesh
 from scripts.planning.roofline import CompiledCosts, Line, step_seconds
 from scripts.planning.search import layouts, ranked, suggestions
 from scripts.planning.topology import PlanError, parse_topology
 from scripts.planning.workload import Work, attention_cost, experts_cost, step_cost
+from serving.runner.memory import PAGE_SIZE
 from sharding.mesh import MeshSpec
 
 CONFIGS = Path(__file__).parents[2] / "scripts" / "planning" / "configs"
