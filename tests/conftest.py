@@ -4,6 +4,7 @@ does, and so do the servers of tests/e2e."""
 
 import gc
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,3 +42,11 @@ def forget_programs(request: pytest.FixtureRequest) -> Iterator[None]:
 
         gc.collect()
         jax.clear_caches()
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder for goldens: prompts and answers are token ids, but the engine wants some tokenizer all the same."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    shutil.copy(Path(__file__).parent / "goldens" / "tokenizer" / "bpe.model", folder / "tokenizer.model")
+    return str(folder)

@@ -4,7 +4,6 @@ A cell that says why it is refused is tested for that. CI runs families on 8x1 a
 (`tests/runner/test_family_goldens.py`); `scripts/check --parallelism` runs the whole table.
 """
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,6 @@ CELLS = [(family, way) for family in FAMILIES for way in WAYS.values()]
 
 def test_the_table_in_the_docs_is_this_one():
     assert parallelism_table() in DOCS.read_text()
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    shutil.copy(GOLDENS / "tokenizer" / "bpe.model", folder / "tokenizer.model")
-    return str(folder)
 
 
 def greedy(family: str, way: Way, tokenizer: str) -> Iterator[list[int]]:

@@ -1,7 +1,6 @@
 """The engine on meshes with a context axis: greedy tokens and log-probabilities of one device, whatever the scheduler
 does on the way, and what a step that is spread over the axis looks like to the compiler."""
 
-import shutil
 from pathlib import Path
 
 import jax
@@ -28,14 +27,6 @@ THRESHOLD = 48
 rng = np.random.default_rng(4)
 SHARED = rng.integers(0, 60, 100).tolist()
 LENGTHS = (55, 3, 37, 70)  # of prompts, after the shared tokens where they are long
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Prompts and answers are token ids; the engine wants some tokenizer all the same."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    shutil.copy(GOLDENS / "tokenizer" / "bpe.model", folder / "tokenizer.model")
-    return str(folder)
 
 
 def prompts(round_: int) -> list[dict]:

@@ -27,10 +27,8 @@ from serving.runner.rebalance import Rebalancer
 from sharding.expert_placement import balancedness
 from sharding.mesh import make_mesh, parse_mesh
 from tests.model import harness
-from tests.runner.test_family_goldens import GOLDENS, GREEDY, SIZES, tokenizer
+from tests.runner.test_family_goldens import GOLDENS, GREEDY, SIZES
 from tests.tolerances import LOGITS_FLOAT32
-
-__all__ = ["tokenizer"]  # a fixture
 
 
 def generate(name: str, tokenizer: str, **options: Any) -> ExpertStats:

@@ -1,7 +1,6 @@
 """Greedy tokens through the engine for a tiny model of every family, as transformers gave them without a cache: prompts
 in chunks beside decoding rows, and on meshes."""
 
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +14,6 @@ SIZES = dict(max_num_seqs=2, max_num_batched_tokens=16, num_pages=40, block_size
 FAMILIES = sorted(p.parent.name for p in GOLDENS.glob("*/golden.npz") if "greedy_0" in np.load(p).files)
 WITH_EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v2-lite", "deepseek-v3",
                 "llama4")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Prompts and answers are token ids; the engine wants some tokenizer all the same."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    shutil.copy(GOLDENS / "tokenizer" / "bpe.model", folder / "tokenizer.model")
-    return str(folder)
 
 
 def check(name: str, tokenizer: str, mesh: str) -> None:

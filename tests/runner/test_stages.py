@@ -1,7 +1,6 @@
 """Greedy tokens through the engine on pipeline meshes: prompts cut into micro-batches, then decoding."""
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +13,6 @@ from tests.tolerances import LOGITS_FLOAT32
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 SIZES = dict(max_num_seqs=2, max_num_batched_tokens=64, num_pages=40, block_size=8, dtype="float32")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    shutil.copy(GOLDENS / "tokenizer" / "bpe.model", folder / "tokenizer.model")
-    return str(folder)
 
 
 def run(model: Path, tokenizer: str, mesh: str) -> list[RequestOutput]:
