@@ -196,13 +196,17 @@ class _Gathering:
         _tell([connection], Refused(reason))
 
     def _take(self, connection: Connection, hello: Hello | Failed) -> None:
-        if hello.rank in self._here:
-            self._here[hello.rank][0].close()
+        self._forget_the_gone()
         if isinstance(hello, Hello):
             self._here[hello.rank] = connection, hello
         else:
             self._failed = hello
             _tell([connection], Refused(hello.message))
+
+    def _forget_the_gone(self) -> None:
+        """Before anybody else is counted: one that has closed comes again, or never."""
+        for rank in [rank for rank, (connection, _) in self._here.items() if not connection.is_silent()]:
+            self._here.pop(rank)[0].close()
 
     def _refusal(self, hello: Any) -> str:
         if not isinstance(hello, Failed) and (not isinstance(hello, Hello) or hello.protocol != PROTOCOL):

@@ -188,12 +188,14 @@ def test_one_that_comes_again_before_all_are_there():
     with meeting(3) as (pool, led):
         gone = Connection(socket.create_connection(("127.0.0.1", PORT)), FromLeader)
         gone.send(Hello(1, SAME))
-        time.sleep(0.2)
+        time.sleep(0.2)  # to be counted
         gone.close()
-        time.sleep(0.5)  # for host 0 to see it; else all seem to be there
-        again, other = pool.submit(follower, 1, 3), pool.submit(follower, 2, 3)
+        other = pool.submit(follower, 2, 3)  # comes first: it must not look as if all were there
+        time.sleep(0.3)
+        assert not led.done() and not other.done()
+        again = follower(1, 3)
         led.result(10).goodbye()
-        assert again.result(10).next_step() is other.result(10).next_step() is None
+        assert again.next_step() is other.result(10).next_step() is None
 
 
 def test_a_follower_that_dies(exits: list[str]):
