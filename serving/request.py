@@ -15,6 +15,17 @@ import msgspec
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the output has to be, with vLLM's names (`StructuredOutputsParams`). Exactly one field is set."""
+
+    json: str | dict | bool | None = None  # a JSON schema, or its text
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None  # Lark or EBNF
+    json_object: bool | None = None  # True: any JSON object
+    structural_tag: str | dict | None = None
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to sample and when to stop, with vLLM's names, meanings and defaults. Ranges are checked by `validate` in
     `serving/validation.py`; the core relies on it having been called."""
@@ -42,6 +53,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None  # keep the last k prompt tokens; -1: the context length
+    structured_outputs: StructuredOutputs | None = None  # text: the engine sees `EngineRequest.grammar`
 
     def __post_init__(self) -> None:
         """Lists become tuples, and one stop string a tuple of it: scripts written for vLLM give both."""
@@ -60,6 +72,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     prompt_token_ids: list[int]
     sampling: SamplingParams  # n is 1, max_tokens and seed are set, text-only fields may be ignored
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    grammar: str = ""  # of the output, in llguidance's notation; empty: anything goes
     priority: int = 0  # lower runs first (only with the priority policy)
     cache_salt: str = ""  # prefix-cache namespace
     group_id: str = ""  # shared by the n sequences of one request, which share prompt pages even without a prefix cache
@@ -122,6 +135,12 @@ class EngineStats(msgspec.Struct, kw_only=True):
     prompt_tokens: int = 0  # counter
     prompt_tokens_cached: int = 0  # counter
     generation_tokens: int = 0  # counter
+    forced_tokens: int = 0  # counter: output tokens that a grammar left no choice about, appended without sampling
+    num_drafts: int = 0  # counter: rows that had drafts to verify
+    draft_tokens: int = 0  # counter
+    accepted_tokens: int = 0  # counter
+    accepted_per_position: list[int] = []  # counters: of the first draft, the second, ... (in a tree: by depth)
+    draft_length: int = 0  # drafts a row may have in this step; 0: none
     compile_misses: int = 0  # counter; must stay 0 after start
     step_seconds: dict[str, float] = {}  # counter by part: schedule, pack, dispatch, device, fetch
     steps: int = 0  # counter

@@ -25,29 +25,32 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "model": ("pallas_kernels.*.api", "quant.*", "sharding.*", "checkpoints.tensors"),  # a contract: plain data
     "serving.errors": (),
     "serving.request": (),
-    "serving.config": CONTRACTS,
-    "serving.engine": (*CONTRACTS, "serving.kv.*"),
+    "serving.config": (*CONTRACTS, "serving.decoding.speculation.config"),
+    "serving.decoding": (*CONTRACTS, "serving.engine.plan", "serving.tokenizer.*"),
+    "serving.engine": (*CONTRACTS, "serving.kv.*", "serving.decoding.*"),
     "serving.kv": (*CONTRACTS, "serving.engine.*"),
     "serving.runner": (*CONTRACTS, "serving.engine.plan", "model.*", "pallas_kernels.*.api", "quant.*", "sharding.*",
                        "checkpoints.*"),
     "serving.tokenizer": (*CONTRACTS, "quant.*", "checkpoints.*"),
-    "serving.validation": CONTRACTS,
+    "serving.validation": (*CONTRACTS, "serving.decoding.*"),
     "serving.metrics": (*CONTRACTS, "serving.expert_metrics"),
     "serving.expert_metrics": CONTRACTS,
-    "serving.api": (*CONTRACTS, *ENGINE_CLIENT_SIDE, "serving.tokenizer.*", "serving.validation", "serving.metrics"),
+    "serving.api": (*CONTRACTS, *ENGINE_CLIENT_SIDE, "serving.tokenizer.*", "serving.validation", "serving.metrics",
+                    "serving.decoding.*"),
     "serving.distributed": (*CONTRACTS, "serving.engine.plan", "checkpoints.tensors"),
     "serving.distributed.join": (*CONTRACTS, "serving.distributed.*"),
     "serving.distributed.steps": (*CONTRACTS, "serving.distributed.*", "serving.engine.plan", "serving.runner.*"),
     "serving.distributed.runner": (*CONTRACTS, "serving.distributed.*", "serving.engine.plan", "serving.runner.*"),
     "serving.distributed.follower": ("serving.*",),
-    "serving.flags": (*CONTRACTS, "serving.distributed.plan"),
+    "serving.flags": (*CONTRACTS, "serving.distributed.plan", "serving.decoding.*"),
+    "serving.drafters": ("serving.*", "model.*", "pallas_kernels.*.api", "quant.*", "sharding.*", "checkpoints.*"),
     "serving.build": ("serving.*", "model.*", "pallas_kernels.*.api", "quant.*", "sharding.*", "checkpoints.*"),
     "serving.report": ("serving.*", "model.*", "pallas_kernels.*.api", "quant.*", "sharding.*"),
     "serving.llm": ("serving.*", "checkpoints.default_model"),
     "serve": ("serving.*", "checkpoints.default_model", "checkpoints.errors"),  # and no jax: that is the core's
 }
 # Front ends and the scheduler start fast and stay light: jax is not loaded there, not even through others.
-WITHOUT_JAX = ("serving.engine", "serving.kv", "serving.api", "serving.tokenizer", "serving.validation",
+WITHOUT_JAX = ("serving.engine", "serving.kv", "serving.decoding", "serving.api", "serving.tokenizer", "serving.validation",
                "serving.metrics", "serving.flags", "serving.distributed.plan", "serve", *CONTRACTS)
 
 

@@ -1,0 +1,37 @@
+"""What the scheduler asks of whoever guesses tokens on the host, and of whoever decides how many."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from serving.engine.plan import Draft
+
+
+class Drafter(Protocol):
+    """`tokens` are all known tokens of a sequence (an int32 view, not to be kept), `prompt_len` of them the prompt."""
+
+    def propose(self, request_id: str, tokens: np.ndarray, prompt_len: int, most: int) -> Draft | None:
+        """At most `most` tokens that may follow. Cheap: it is called for every decoding row of every step."""
+        ...
+
+    def forget(self, request_id: str, tokens: np.ndarray, prompt_len: int) -> None:
+        """The sequence is over (or was never asked about)."""
+        ...
+
+
+class DraftLength(Protocol):
+    """Decides how many drafts each row of a step may have."""
+
+    def choose(self, num_rows: int) -> int:
+        """0: none, the step is an ordinary one. Otherwise one of the compiled lengths. num_rows: that decode, in the
+        fullest data group."""
+        ...
+
+    def observe_step(self, num_rows: int, num_drafts: int, seconds: float) -> None:
+        """How long a step of only decoding rows took, from one result to the next. num_drafts: as chosen."""
+        ...
+
+    def observe_rows(self, proposed: Sequence[int], accepted: Sequence[int]) -> None:
+        """Of each row that had drafts: how many, and how many were accepted."""
+        ...
