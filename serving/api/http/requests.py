@@ -68,17 +68,15 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = False
 
 
-class SamplingFields(Body):
+class SamplerFields(Body):
     """The fields that all generating endpoints take; null means the default."""
 
     model: str | None = None
-    max_tokens: Annotated[int, Field(ge=0, le=rules.INT32_MAX)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=rules.INT32_MAX)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=rules.INT32_MAX)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    n: Annotated[int, Field(ge=1, le=rules.MAX_N)] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=rules.MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=rules.MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
@@ -90,17 +88,24 @@ class SamplingFields(Body):
     logit_bias: Annotated[dict[BiasKey, Bias], Field(json_schema_extra={"additionalProperties": False})] | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[list[BadWord], Field(max_length=rules.MAX_BAD_WORDS)] | None = None
-    prompt_logprobs: LogprobCount | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    truncate_prompt_tokens: Literal[-1] | Annotated[int, Field(ge=1, le=rules.INT32_MAX)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = None
     priority: Annotated[int, Field(ge=-rules.INT32_MAX, le=rules.INT32_MAX)] | None = None
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
-    request_id: Annotated[str, StringConstraints(min_length=1, max_length=rules.MAX_ID_CHARS)] | None = None
     user: Annotated[str, Field(description="Accepted and not used")] | None = None
+
+
+class SamplingFields(SamplerFields):
+    """The fields that completions and chats share."""
+
+    max_tokens: Annotated[int, Field(ge=0, le=rules.INT32_MAX)] | None = None
+    n: Annotated[int, Field(ge=1, le=rules.MAX_N)] | None = None
+    prompt_logprobs: LogprobCount | None = None
+    truncate_prompt_tokens: Literal[-1] | Annotated[int, Field(ge=1, le=rules.INT32_MAX)] | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    request_id: Annotated[str, StringConstraints(min_length=1, max_length=rules.MAX_ID_CHARS)] | None = None
     metadata: Annotated[dict[str, Any], Field(description="Accepted and not used")] | None = None
     response_format: Annotated[TextFormat | None, BeforeValidator(_text_format_only)] = None
     structured_outputs: NotYet = None
