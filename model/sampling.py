@@ -80,12 +80,12 @@ def sample(
     shaped = lax.cond(flags.biased, lambda x: x + state.bias[rows.slot], lambda x: x, logits)
     shaped = lax.cond(flags.penalized, lambda x: _penalize(x, rows, state), lambda x: x, shaped)
     most, greedy = vocabulary.best(shaped)
-    token = lax.cond(
-        flags.random,
-        lambda x: jnp.where(rows.temperature > 0, _draw(x, most, rows, flags, vocabulary), greedy),
-        lambda x: greedy,
-        shaped,
-    )
+
+    def draw(x):
+        drawn = race(shaped_weights(x, most, rows, flags, vocabulary), rows, vocabulary)
+        return jnp.where(rows.temperature > 0, drawn, greedy)
+
+    token = lax.cond(flags.random, draw, lambda x: greedy, shaped)
     counts = lax.cond(
         flags.penalized,
         lambda counts: _count(counts, token, rows, vocabulary),
@@ -154,13 +154,15 @@ def _count(counts, token, rows: SamplingRows, vocabulary: Vocabulary):
     return counts.at[rows.slot, place].add((rows.samples & mine).astype(counts.dtype))
 
 
-def _draw(logits, most, rows: SamplingRows, flags: SamplingFlags, vocabulary: Vocabulary):
-    """One token a row from softmax(logits / temperature), filtered by min_p, top_k and top_p. most: of each row.
+def shaped_weights(logits: Float[Array, "S v"], most: Float[Array, " S"], rows: SamplingRows, flags: SamplingFlags,
+                   vocabulary: Vocabulary) -> Float[Array, "S w 128"]:  # fmt: skip
+    """What softmax(logits / temperature), filtered by min_p, top_k and top_p, is proportional to; the best token, whose
+    logit is `most`, weighs 1. w: v in lanes, with zeros behind.
 
     The filters look for a threshold, digit by digit of the distance to the best logit: exact, without a sort, and ties
     at the threshold stay in.
     """
-    distance = _in_lanes(most[:, None] - logits, fill=jnp.inf)  # [S, v / 128, 128], >= 0
+    distance = in_lanes(most[:, None] - logits, fill=jnp.inf)  # [S, v / 128, 128], >= 0
     temperature = jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None, None]
     weight = jnp.exp(-distance / temperature)  # the best token weighs 1
     weight = jnp.where(weight >= rows.min_p[:, None, None], weight, 0.0)
@@ -174,8 +176,7 @@ def _draw(logits, most, rows: SamplingRows, flags: SamplingFlags, vocabulary: Vo
         return _keep_nearest(weight, distance, weight, wanted, vocabulary)
 
     weight = lax.cond(flags.top_k, top_k, lambda w: w, weight)
-    weight = lax.cond(flags.top_p, top_p, lambda w: w, weight)
-    return _race(weight, rows, vocabulary)
+    return lax.cond(flags.top_p, top_p, lambda w: w, weight)
 
 
 def _keep_nearest(weight, distance, amount, wanted, vocabulary: Vocabulary):
@@ -198,7 +199,7 @@ def _keep_nearest(weight, distance, amount, wanted, vocabulary: Vocabulary):
     return jnp.where(bits <= limit[:, None, None], weight, 0.0)
 
 
-def _race(weight, rows: SamplingRows, vocabulary: Vocabulary):
+def race(weight: Float[Array, "S w 128"], rows: SamplingRows, vocabulary: Vocabulary) -> Int[Array, " S"]:
     """A token a row with probability weight / sum(weight): the least of V exponential variables with these rates.
 
     This is the Gumbel trick without its first logarithm. It flips only where two tokens tie, so the tiny differences of
@@ -206,14 +207,14 @@ def _race(weight, rows: SamplingRows, vocabulary: Vocabulary):
     in half a percent of draws.
     """
     place = jnp.arange(weight[0].size, dtype=jnp.uint32).reshape(weight.shape[1:])
-    chance = _chances(rows, place + jnp.uint32(vocabulary.first))
+    chance = chances(rows, place + jnp.uint32(vocabulary.first))
     # A chance that rounds to 1 comes last, but before what was filtered out.
     arrival = jnp.minimum(-jnp.log1p(-chance) / weight, jnp.finfo(jnp.float32).max)
     arrival = jnp.where(weight > 0, arrival, jnp.inf)
     return vocabulary.best(-arrival.reshape(weight.shape[0], -1))[1]
 
 
-def _chances(rows: SamplingRows, place: Int[Array, "..."]):
+def chances(rows: SamplingRows, place: Int[Array, "..."]) -> Float[Array, "S ..."]:
     """Numbers in (0, 1] [S, *place], from each row's seed and output index and the place alone.
 
     Two keys a row from threefry; a place is mixed with them by the finalizer of MurmurHash3 (Appleby 2008), twice:
@@ -234,7 +235,7 @@ def _chances(rows: SamplingRows, place: Int[Array, "..."]):
     return (bits.astype(jnp.float32) + 0.5) * jnp.float32(2**-32)  # small ones, which win, keep all their bits
 
 
-def _in_lanes(x, *, fill):
+def in_lanes(x, *, fill):
     """[S, v] to [S, v / 128, 128]: sums over the middle axis vectorize, and have one order whatever S is."""
     padding = -x.shape[-1] % _LANES
     return jnp.pad(x, ((0, 0), (0, padding)), constant_values=fill).reshape(x.shape[0], -1, _LANES)

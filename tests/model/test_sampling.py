@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.sampling import BANNED, SamplingState, _race, prompt_logprobs
+from model.sampling import BANNED, SamplingState, prompt_logprobs, race
 from model.vocabulary import Vocabulary
 from tests.model.sampling_cases import ALL, NUM_LOGPROBS, VOCAB, WHOLE, flags, logits_of, rows, run, state
 
@@ -69,11 +69,11 @@ def test_what_was_filtered_out_is_never_drawn():
     weight[rng.random(weight.shape) < 0.99] = 0
     weight[:16] = np.eye(16, weight.shape[1], 77) * 1.2e-38  # so far off that some arrivals overflow
     whole = Vocabulary(size=weight.shape[1])
-    race = jax.jit(
-        lambda weight, index: _race(weight.reshape(64, 40, 128), rows(*[{"output_index": index}] * 64), whole)
+    draw = jax.jit(
+        lambda weight, index: race(weight.reshape(64, 40, 128), rows(*[{"output_index": index}] * 64), whole)
     )
     for index in range(50):
-        token = np.asarray(race(jnp.asarray(weight), index))
+        token = np.asarray(draw(jnp.asarray(weight), index))
         assert (weight[np.arange(64), token] > 0).all()
 
 
