@@ -1,0 +1,172 @@
+"""What all tool parsers share: how calls come out, and that nothing is lost.
+
+Until a call's name is certain its text is held back, and if it turns out to be none it comes out as content. From then
+on the arguments stream as the model writes them, in the model's own JSON text; where they break off (`max_tokens`) or
+break JSON's rules, the call has them as far as they went and what follows is content.
+"""
+
+import json
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from serving.decoding.parts import ContentDelta, Part, ToolCallDelta
+from serving.decoding.stream_parser import StreamParser
+from serving.decoding.text_source import Reading
+
+ARGUMENT_KEYS = ("arguments", "parameters")
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function the model may call."""
+
+    name: str
+    parameters: dict[str, Any] = field(default_factory=dict)  # JSON schema of its arguments
+
+
+class ToolParser(StreamParser):
+    """White space beside a call is the format's and is dropped; all other text around calls is content.
+
+    tools: what may be called. Formats without marks of their own go by the names, others report any name.
+    """
+
+    def __init__(self, tools: Sequence[Tool] = ()) -> None:
+        super().__init__()
+        self.tools = {tool.name: tool for tool in tools}
+        self.num_calls = 0
+        self._space = ""  # content that may turn out to stand beside a call
+        self._beside_call = False
+
+    def make_id(self) -> str:
+        return f"call_{uuid.uuid4().hex[:24]}"
+
+    def emit(self, part: Part) -> None:
+        if isinstance(part, ContentDelta):
+            text = self._space + part.text
+            if self._beside_call:
+                text = text.lstrip()
+            kept = text.rstrip()
+            self._space = text[len(kept) :]
+            if kept:
+                self._beside_call = False
+                super().emit(ContentDelta(kept))
+        else:
+            self._space = ""
+            super().emit(part)
+
+    def finish(self) -> list[Part]:
+        parts = super().finish()
+        if self._space and not self._beside_call:
+            parts.append(ContentDelta(self._space))
+        return parts
+
+    def begin_call(self, name: str, call_id: str | None = None) -> None:
+        """A call is certain: the text since the mark is its own."""
+        self.source.release()
+        self.emit(ToolCallDelta(self.num_calls, "", call_id or self.make_id(), name))
+        self.num_calls += 1
+        self._beside_call = True
+
+    def arguments(self, text: str) -> None:
+        """More of the arguments of the call that began last."""
+        self.emit(ToolCallDelta(self.num_calls - 1, text))
+
+    def reject(self) -> None:
+        """What was read since the mark is no call."""
+        self.content(self.source.since_mark())
+
+    def json_arguments(self) -> Reading[bool]:
+        """Reads a value as the arguments of the call that began last: an object; a string that spells one; null."""
+        first = yield from self.source.peek()
+        if first == "{":
+            return (yield from self.source.json_value(self.arguments))
+        value: list[str] = []
+        complete = yield from self.source.json_value(value.append)
+        self.arguments(_spelled("".join(value)))
+        return complete
+
+    def json_call(self, only_known: bool = False) -> Reading[bool]:
+        """Reads `{"name": ..., "arguments": {...}}`, in whichever order. False: what was read is not a whole call; what
+        no delta tells of it is since the mark, which the caller has set.
+
+        `only_known`: a name that is no tool's makes it no call.
+        """
+        source = self.source
+        name: str | None = None
+        held: str | None = None  # arguments that came before the name
+        told = False
+        if not (yield from source.accept("{")):
+            return False
+        while True:
+            yield from source.space()
+            key = yield from source.json_string()
+            yield from source.space()
+            if key is None or not (yield from source.accept(":")):
+                return False
+            yield from source.space()
+            if key == "name" and name is None:
+                name = yield from source.json_string()
+                if not name or (only_known and name not in self.tools):
+                    return False
+                if held is not None:
+                    self.begin_call(name)
+                    self.arguments(_spelled(held))
+                    told = True
+                    source.mark()
+            elif key in ARGUMENT_KEYS and held is None and not told:
+                if name is None:
+                    value: list[str] = []
+                    if not (yield from source.json_value(value.append)):
+                        return False
+                    held = "".join(value)
+                else:
+                    self.begin_call(name)
+                    told = True
+                    if not (yield from self.json_arguments()):
+                        return False
+                    source.mark()
+            elif not (yield from source.json_value(_drop)):
+                return False
+            yield from source.space()
+            if not (yield from source.accept(",")):
+                break
+        if not (yield from source.accept("}")) or name is None:
+            return False
+        if not told:
+            self.begin_call(name)
+            self.arguments("{}")
+        return True
+
+    def json_calls(self, only_known: bool = False) -> Reading[bool]:
+        """Reads one such object or an array of them."""
+        source = self.source
+        if not (yield from source.accept("[")):
+            return (yield from self.json_call(only_known))
+        while True:
+            yield from source.space()
+            if not (yield from self.json_call(only_known)):
+                return False
+            source.mark()
+            yield from source.space()
+            if not (yield from source.accept(",")):
+                return (yield from source.accept("]"))
+
+
+def _drop(_: str) -> None:
+    pass
+
+
+def _spelled(value: str) -> str:
+    """Arguments that are not an object, as one if they mean one."""
+    if value == "null":
+        return "{}"
+    if value.startswith('"'):
+        try:
+            inner = json.loads(value, strict=False)
+            if isinstance(json.loads(inner), dict):
+                return inner.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        except ValueError:
+            pass
+    return value
