@@ -5,10 +5,11 @@ at one place of the pattern share stacked parameters [L, ...]. So compile time a
 grow with depth. The paged KV cache of all layers is one array, carried through the scans in place.
 
 Axis letters: T tokens, S rows, D model dim, V vocab, L periods of a stack, Lm layers with experts, E experts, G data
-groups.
+groups, F features: those of n taps, n D.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,14 @@ from sharding.rules import Axes, AxisRules
 Path = tuple[str, ...]
 
 
+class Carried(NamedTuple):
+    """What passes from layer to layer. tapped: the inputs of some layers, and a place for all others' [n + 1, T, D]."""
+
+    x: Float[Array, "T D"]
+    kv_pages: jax.Array
+    tapped: Float[Array, "n T D"] | None = None
+
+
 class LayerStack(nnx.Module):
     """A repeated pattern of layers; those at one place of the pattern have stacked parameters."""
 
@@ -49,38 +58,49 @@ class LayerStack(nnx.Module):
         self.spec, self.held, self.rules = spec, held, rules
         self.layers = nnx.List([make(layer) for layer in spec.pattern])
 
-    def __call__(self, x: Float[Array, "T D"], angles: Angles, kv_pages: jax.Array, batch: StepBatch
-                 ) -> tuple[Float[Array, "T D"], jax.Array, Int[Array, "Lm G E"] | None]:  # fmt: skip
+    def __call__(self, carried: Carried, angles: Angles, batch: StepBatch, taps: Sequence[int] = ()
+                 ) -> tuple[Carried, Int[Array, "Lm G E"] | None]:  # fmt: skip
+        """taps: layers of the model, in order, whose inputs are put in `carried.tapped`."""
         if pipeline.num_stages(self.rules) == 1:
-            return self._run(self.layers, x, angles, kv_pages, batch)
+            return self._run(self.layers, carried, angles, batch, taps)
+        assert not taps, "no stage of a pipeline has the inputs of all layers"
         structure, params = nnx.split(self.layers)
 
         def run(params: nnx.State, x: jax.Array, of_ropes: Sequence[jax.Array], kv_pages: jax.Array, batch: StepBatch):
             of_rope = dict(zip(angles, of_ropes, strict=True))
-            return self._run(nnx.merge(structure, params), x, of_rope, kv_pages, batch)
+            carried, load = self._run(nnx.merge(structure, params), Carried(x, kv_pages), of_rope, batch, ())
+            return carried.x, carried.kv_pages, load
 
-        return pipeline.run_stages(run, params, self.spec.periods, self.rules, x, list(angles.values()), kv_pages,
-                                   batch)  # fmt: skip
+        x, kv_pages, load = pipeline.run_stages(run, params, self.spec.periods, self.rules, carried.x,
+                                                list(angles.values()), carried.kv_pages, batch)
+        return Carried(x, kv_pages), load
 
-    def _run(self, layers: nnx.List, x: jax.Array, angles: Angles, kv_pages: jax.Array, batch: StepBatch):
+    def _run(self, layers: nnx.List, carried: Carried, angles: Angles, batch: StepBatch, taps: Sequence[int]):
         """The layers of one stage."""
         # A kernel takes no slice: what scan slices for it is copied. So experts' matrices, most of a model, stay whole.
         structure, whole, stacked = nnx.split(layers, is_expert_matrix, ...)
 
-        def body(carry, inputs):
+        def body(carried: Carried, inputs):
             period, first, params = inputs
-            x, kv_pages = carry
+            x, kv_pages, tapped = carried
             loads = []
             for place, layer in enumerate(nnx.merge(structure, whole, params)):
+                if tapped is not None and not set(self.held.layers_at(place)).isdisjoint(taps):
+                    tapped = lax.dynamic_update_index_in_dim(tapped, x, _place_of(taps, first + place), 0)
                 x, kv_pages, load = layer(x, angles, kv_pages, first + place, period, batch)
                 loads += [] if load is None else [load]
-            return (x, kv_pages), loads
+            return Carried(x, kv_pages, tapped), loads
 
         firsts = jnp.asarray(self.held.layers_at(0), jnp.int32)
         periods = jnp.arange(self.held.periods, dtype=jnp.int32)
-        (x, kv_pages), loads = lax.scan(body, (x, kv_pages), (periods, firsts, stacked))
+        carried, loads = lax.scan(body, carried, (periods, firsts, stacked))
         load = jnp.stack(loads, 1).reshape(-1, *loads[0].shape[1:]) if loads else None  # layer after layer
-        return x, kv_pages, load
+        return carried, load
+
+
+def _place_of(taps: Sequence[int], layer: Int[Array, ""]) -> Int[Array, ""]:
+    """Of a layer among the taps; of others, after all of them."""
+    return jnp.min(jnp.where(jnp.asarray(taps) == layer, jnp.arange(len(taps)), len(taps)))
 
 
 class Transformer(nnx.Module):
@@ -102,6 +122,14 @@ class Transformer(nnx.Module):
                  ) -> tuple[Float[Array, "T D"], jax.Array, Int[Array, "Lm G E"] | None]:  # fmt: skip
         """Runs the layers. Returns the normed hidden states of all tokens, the updated KV pages and, of each layer that
         has experts, how many tokens of each data group chose each of them."""
+        hidden, _, kv_pages, load = self.with_features(kv_pages, batch, ())
+        return hidden, kv_pages, load
+
+    def with_features(
+        self, kv_pages: jax.Array, batch: StepBatch, taps: Sequence[int]
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T F"], jax.Array, Int[Array, "Lm G E"] | None]:
+        """The same and, second, the inputs (the residual stream) of the layers `taps` side by side, in their order; of
+        the one after the last layer, its output. Without taps: the normed hidden states."""
         x = self._embed(batch.tokens) * self.config.embedding_scale
         ropes = {layer.rope for layer in self.config.layers if layer.rope is not None}
         angles = {rope: rope_angles(rope, batch.positions) for rope in ropes}
@@ -109,10 +137,20 @@ class Transformer(nnx.Module):
         if isinstance(self.attention, ContextAttention):
             windows = {layer.window for layer in self.config.layers}
             batch = batch._replace(plans=self.attention.plans(self.rules, batch, windows))
+        order = sorted(set(taps))
+        carried = Carried(x, kv_pages, self._nothing_tapped(x, len(order)) if taps else None)
         for stack in self.stacks:
-            x, kv_pages, load = stack(x, angles, kv_pages, batch)
+            carried, load = stack(carried, angles, batch, order)
             loads += [] if load is None else [load]
-        return self.norm(x), kv_pages, jnp.concatenate(loads) if loads else None
+        x, kv_pages, tapped = carried
+        hidden, load = self.norm(x), jnp.concatenate(loads) if loads else None
+        if tapped is None:
+            return hidden, hidden, kv_pages, load
+        of_tap = {**{tap: tapped[place] for place, tap in enumerate(order)}, self.config.num_layers: x}
+        return hidden, jnp.concatenate([of_tap[tap] for tap in taps], axis=1), kv_pages, load
+
+    def _nothing_tapped(self, x: Float[Array, "T D"], count: int) -> Float[Array, "n T D"]:
+        return self.rules.constrain(jnp.zeros((count + 1, *x.shape), x.dtype), (None, "tokens", "embed"))
 
     def _embed(self, tokens: Int[Array, " T"]) -> Float[Array, "T D"]:
         matrix, vocabulary = self.embedding[...], self.vocabulary
@@ -163,11 +201,6 @@ def param_axes(model: Transformer) -> Mapping[Path, tuple[tuple[int, ...], Axes]
         shape, axes = variable.get_value().shape, variable.get_metadata("axes")
         found[tuple(str(part) for part in path)] = (shape, ("layers", *axes) if len(axes) < len(shape) else axes)
     return found
-
-
-def last_hidden(hidden: Float[Array, "T D"], cu_q_lens: Int[Array, " S+1"]) -> Float[Array, "S D"]:
-    """The hidden state of each row's last token."""
-    return hidden[jnp.maximum(cu_q_lens[1:] - 1, 0)]
 
 
 def with_params(model: Transformer, params: Mapping[Path, jax.Array]) -> Transformer:
