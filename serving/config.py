@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from serving.decoding.speculation.config import SpeculativeConfig
 from serving.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -74,6 +75,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     max_num_waiting: int = 4096  # requests beyond it are refused with 429
+    speculative_config: SpeculativeConfig | None = None  # None: no drafts
     compilation_cache_dir: str | None = None  # None: in the user's cache folder; "": off
     check_integrity: bool = False  # check the KV books after every step (tests)
 

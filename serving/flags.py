@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import NoReturn, get_args
 
 from serving.config import All2AllBackend, EngineConfig, EplbConfig, ServerConfig
+from serving.decoding.speculation.config import SpeculativeConfig
 from serving.distributed.plan import DEFAULT_PORT, DEFAULT_TIMEOUT_SECONDS, HostFlags, plan_hosts
 from serving.errors import ConfigError
 
@@ -74,6 +75,7 @@ def parse_flags(argv: Sequence[str], environment: Mapping[str, str] | None = Non
         enable_prefix_caching=args.enable_prefix_caching,
         scheduling_policy=args.scheduling_policy,
         max_num_waiting=args.max_num_waiting,
+        speculative_config=args.speculative_config,
         compilation_cache_dir=args.compilation_cache_dir,
         check_integrity=args.check_integrity,
     )
@@ -174,6 +176,9 @@ def _parser() -> _Parser:
     batching.add_argument("--scheduling-policy", choices=("fcfs", "priority"), default=engine.scheduling_policy)
     batching.add_argument("--max-num-waiting", type=int, metavar="N", default=engine.max_num_waiting,
                           help="queued sequences beyond which requests get 429")
+    batching.add_argument("--speculative-config", type=SpeculativeConfig.parse, metavar="JSON",
+                          help='drafts to verify, as {"method": "ngram", "num_speculative_tokens": 5}; '
+                          "docs/speculation.md lists methods and keys")
     batching.add_argument("--check-integrity", action="store_true", help="check the KV books after every step (slow)")
 
     api = parser.add_argument_group("API")

@@ -23,6 +23,7 @@ from serving.api.generation import generate
 from serving.api.service import Service
 from serving.build import build_core
 from serving.config import EngineConfig, ServerConfig
+from serving.decoding.speculation.config import SpeculativeConfig
 from serving.engine.in_process import InProcessClient
 from serving.errors import EngineDead, InvalidRequest
 from serving.metrics import Metrics
@@ -69,11 +70,14 @@ class RequestOutput:
 
 
 class LLM:
-    """Keyword arguments are the fields of `serving.config.EngineConfig`. Raises ConfigError when the model cannot be
-    served as asked. Use as a context manager, or call `close`, to free the device memory at once."""
+    """Keyword arguments are the fields of `serving.config.EngineConfig`; `speculative_config` may be a dict. Raises
+    ConfigError when the model cannot be served as asked. Use as a context manager, or call `close`, to free
+    the device memory at once."""
 
     def __init__(self, model: str = "", *, progress: bool = True, **options: Any):
         model = model or str(default_model_path(progress))
+        if isinstance(speculative := options.get("speculative_config"), Mapping):
+            options["speculative_config"] = SpeculativeConfig.of(speculative)
         config = EngineConfig(model=model, **{"max_num_waiting": MAX_PROMPTS, **options})
         runner, info, eos_ids = build_core(config, progress=progress)
         client = InProcessClient(runner, info, eos_ids, config)
