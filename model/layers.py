@@ -96,17 +96,20 @@ class Attention(nnx.Module):
     """Grouped-query attention over the paged KV cache."""
 
     def __init__(self, config: ModelConfig, spec: LayerSpec, rules: AxisRules,
-                 attention: AttentionFn | ContextAttention, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+                 attention: AttentionFn | ContextAttention, *, rngs: nnx.Rngs, dtype: jnp.dtype,
+                 num_inputs: int | None = None):
+        """num_inputs: numbers of a token that queries, keys and values are made of; None: D."""
         D, N, H = config.hidden_size, config.num_heads, config.head_dim
+        I = num_inputs or D  # noqa: E741
         K = rules.held("kv_heads", config.num_kv_heads)
         self.rules, self.attention, self.rope, self.window = rules, attention, spec.rope, spec.window
         self.scale, self.soft_cap = config.attention_scale, config.attention_soft_cap
         self.chunk, self.growth, self.eps = spec.chunk, spec.growth, config.norm_eps
         self.norm_rotated = config.qk_norm == "rotated" and spec.rope is not None
         heads, kv_heads = ("heads", "head_dim"), ("kv_heads", "head_dim")
-        self.q = param((D, N, H), ("embed", *heads), rngs=rngs, dtype=dtype)
-        self.k = param((D, K, H), ("embed", *kv_heads), rngs=rngs, dtype=dtype)
-        self.v = param((D, K, H), ("embed", *kv_heads), rngs=rngs, dtype=dtype)
+        self.q = param((I, N, H), ("embed", *heads), rngs=rngs, dtype=dtype)
+        self.k = param((I, K, H), ("embed", *kv_heads), rngs=rngs, dtype=dtype)
+        self.v = param((I, K, H), ("embed", *kv_heads), rngs=rngs, dtype=dtype)
         self.o = param((N, H, D), (*heads, "embed"), rngs=rngs, dtype=dtype)
 
         def bias(name: Projection, shape: tuple[int, ...], axes: Axes) -> nnx.Param | None:
