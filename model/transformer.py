@@ -25,7 +25,7 @@ from model.decoder import AnyAttentionFn, DecoderLayer
 from model.experts import ExpertsBackend, Placement, is_expert_matrix
 from model.layers import Angles, RMSNorm, param
 from model.rope import rope_angles
-from model.vocabulary import Vocabulary, embed, vocabulary_of
+from model.vocabulary import Vocabulary, embed_tokens, vocabulary_of
 from sharding.rules import Axes, AxisRules
 
 Path = tuple[str, ...]
@@ -130,7 +130,7 @@ class Transformer(nnx.Module):
     ) -> tuple[Float[Array, "T D"], Float[Array, "T F"], jax.Array, Int[Array, "Lm G E"] | None]:
         """The same and, second, the inputs (the residual stream) of the layers `taps` side by side, in their order; of
         the one after the last layer, its output. Without taps: the normed hidden states."""
-        x = self._embed(batch.tokens) * self.config.embedding_scale
+        x = embed_tokens(self.rules, self.embedding[...], batch.tokens) * self.config.embedding_scale
         ropes = {layer.rope for layer in self.config.layers if layer.rope is not None}
         angles = {rope: rope_angles(rope, batch.positions) for rope in ropes}
         loads = []
@@ -152,14 +152,6 @@ class Transformer(nnx.Module):
     def _nothing_tapped(self, x: Float[Array, "T D"], count: int) -> Float[Array, "n T D"]:
         return self.rules.constrain(jnp.zeros((count + 1, *x.shape), x.dtype), (None, "tokens", "embed"))
 
-    def _embed(self, tokens: Int[Array, " T"]) -> Float[Array, "T D"]:
-        matrix, vocabulary = self.embedding[...], self.vocabulary
-        (x,) = self.rules.map_over_shards(
-            lambda matrix, tokens: (embed(matrix, tokens, vocabulary),), (matrix, tokens),
-            (("vocab", "embed"), ("tokens",)), (("tokens", "embed"),), ((len(tokens), matrix.shape[1]),),
-        )  # fmt: skip
-        return x
-
     @property
     def vocabulary(self) -> Vocabulary:
         """As the devices hold it."""
@@ -171,13 +163,18 @@ class Transformer(nnx.Module):
 
     def project(self, matrix: Float[Array, "V D"], hidden: Float[Array, "S D"]) -> Float[Array, "S V"]:
         """Float32 logits, of those tokens whose rows of the output matrix are given."""
-        cap = self.config.logit_soft_cap
-        logits = jnp.einsum("sd,vd->sv", hidden, matrix, preferred_element_type=jnp.float32) * self.config.logit_scale
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
+        return logits_of(self.config, matrix, hidden)
 
     def logits(self, hidden: Float[Array, "S D"]) -> Float[Array, "S V"]:
         """Float32 logits of the whole vocabulary."""
         return self.rules.constrain(self.project(self.output_matrix, hidden), ("rows", "vocab"))
+
+
+def logits_of(config: ModelConfig, matrix: Float[Array, "V D"], hidden: Float[Array, "S D"]) -> Float[Array, "S V"]:
+    """Float32 logits, of those tokens whose rows of the output matrix are given."""
+    logits = jnp.einsum("sd,vd->sv", hidden, matrix, preferred_element_type=jnp.float32) * config.logit_scale
+    cap = config.logit_soft_cap
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def abstract_model(config: ModelConfig, rules: AxisRules, attention: AnyAttentionFn, dtype: jnp.dtype,

@@ -94,6 +94,16 @@ def embed(matrix: Float[Array, "v D"], tokens: Int[Array, " T"], vocabulary: Voc
     return vocabulary.sum(jnp.where(mine[:, None], matrix[place], 0))
 
 
+def embed_tokens(rules: AxisRules, matrix: Float[Array, "V D"], tokens: Int[Array, " T"]) -> Float[Array, "T D"]:
+    """Of a step's tokens, outside `map_over_shards`."""
+    vocabulary = vocabulary_of(rules, matrix.shape[0])
+    (x,) = rules.map_over_shards(
+        lambda matrix, tokens: (embed(matrix, tokens, vocabulary),), (matrix, tokens),
+        (("vocab", "embed"), ("tokens",)), (("tokens", "embed"),), ((len(tokens), matrix.shape[1]),),
+    )  # fmt: skip
+    return x
+
+
 def _bits(x: Float[Array, "..."]) -> Int[Array, "..."]:
     return lax.bitcast_convert_type(x, jnp.int32)
 
