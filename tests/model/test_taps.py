@@ -8,6 +8,7 @@ from flax import nnx
 
 from model.rope import rope_angles
 from model.transformer import Transformer
+from model.vocabulary import embed_tokens
 from tests.model import harness
 from tests.tolerances import LOGITS_FLOAT32
 
@@ -16,7 +17,8 @@ STEP = harness.batch([([5], 3), ([7, 11, 2, 9], 0)], num_tokens=8, num_rows=2)
 
 def inputs_of_layers(model: Transformer) -> list[jax.Array]:
     """Layer after layer, without a scan; and the last one's output."""
-    x, pages = model._embed(STEP.tokens) * model.config.embedding_scale, harness.kv_pages(model)
+    x = embed_tokens(model.rules, model.embedding[...], STEP.tokens) * model.config.embedding_scale
+    pages = harness.kv_pages(model)
     angles = {layer.rope: rope_angles(layer.rope, STEP.positions) for layer in model.config.layers if layer.rope}
     found = []
     for stack in model.stacks:
