@@ -9,6 +9,7 @@ from functools import cached_property
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
+from serving.decoding.speculation.token_trees import PUBLISHED
 from serving.errors import ConfigError
 
 Method = Literal["ngram", "suffix", "draft_model", "medusa", "eagle", "eagle3", "mtp", "dflash"]
@@ -245,12 +246,14 @@ def _check_table(table: tuple[tuple[int, int, int], ...], most: int) -> None:
 
 
 def _parse_tree(tree: str | list) -> TokenTree:
-    """Lists, or a text as vLLM has it: "[(0,), (0, 0)]"."""
+    """Lists, or a text as vLLM has it: "[(0,), (0, 0)]", or the name of a published tree."""
     try:
-        parsed = ast.literal_eval(tree) if isinstance(tree, str) else tree
+        published = PUBLISHED.get(tree) if isinstance(tree, str) else None
+        parsed = published or (ast.literal_eval(tree) if isinstance(tree, str) else tree)
         paths = tuple(tuple(path) for path in parsed)
     except (TypeError, ValueError, SyntaxError):
-        raise _error("speculative_token_tree", tree, "must be a list of paths, as [[0], [1], [0, 0]]") from None
+        raise _error("speculative_token_tree", tree, "must be a list of paths, as [[0], [1], [0, 0]], or one of "
+                     + ", ".join(PUBLISHED)) from None  # fmt: skip
     if not paths or not all(path and all(type(rank) is int and rank >= 0 for rank in path) for path in paths):
         raise _error("speculative_token_tree", tree, "must have paths of ranks, each 0 and more")
     return tuple(sorted(paths, key=lambda path: (len(path), path)))
