@@ -174,6 +174,7 @@ async def serve_apis(service: Service, ports: Ports, on_ready: Callable[[], None
             else:
                 await _drain(service, hurry)
         finally:
+            await service.lifecycle.end_background()
             http.should_exit = True
             if rpc is not None:
                 await rpc.stop(LAST_ANSWERS_SECONDS)

@@ -1,7 +1,9 @@
 """What every front end of one service shares."""
 
 import asyncio
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 from serving.config import ServerConfig
 from serving.engine.client import EngineClient
@@ -19,6 +21,20 @@ class Lifecycle:
 
     draining: bool = False  # no new requests: the service is ending
     live: int = 0  # requests being served
+    background: set[asyncio.Task[None]] = field(default_factory=set)  # work that no connection waits for
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs `work` until it is done or the service ends, which cancels it."""
+        task = asyncio.create_task(work)
+        self.background.add(task)
+        task.add_done_callback(self.background.discard)
+        return task
+
+    async def end_background(self) -> None:
+        tasks = list(self.background)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,12 +30,14 @@ def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
 def test_every_route_is_documented_with_its_errors(document: dict[str, Any]) -> None:
     for route in ROUTES:
         operations = document["paths"][route.path.replace(":path", "")]
-        assert set(operations) == set(route.methods.lower().split())
+        methods = [other.methods for other in ROUTES if other.path == route.path]
+        assert set(operations) == set(" ".join(methods).lower().split())
         operation = operations[route.methods.lower().split()[0]]
         assert set(operation["responses"]) == {"200", *map(str, route.documented_errors())}
         assert ("requestBody" in operation) == (route.body is not None)
         if route.streams:
             assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
+        if route.streams and route.body:
             assert {"400", "401", "404", "413", "429", "503"} <= set(operation["responses"])
 
 

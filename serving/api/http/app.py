@@ -1,5 +1,6 @@
 """The HTTP front end: its routes, and an OpenAPI document made from the very types that are parsed and sent."""
 
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +17,14 @@ from serving.api.http.auth import OPEN_PATHS, RequireKey
 from serving.api.http.chat import chat_completions
 from serving.api.http.completions import completions
 from serving.api.http.errors import ErrorResponse, install_handlers
+from serving.api.http.responses_api import endpoints as responses_api
+from serving.api.http.responses_api.objects import DeletedResponse, ResponseObject
+from serving.api.http.responses_api.request import ResponsesRequest, RetrieveQuery
+from serving.api.http.responses_api.store import ResponseStore
 from serving.api.service import Service
 
 Endpoint = Callable[[Service, Request], Awaitable[Response]]
+PATH_PARAMETER = re.compile(r"{(\w+)")
 REF = "#/components/schemas/{model}"
 ERRORS = {
     400: "A field breaks a rule; param names it",
@@ -43,6 +49,7 @@ class Route:
     answer: type[msgspec.Struct] | str | None
     summary: str
     body: type[BaseModel] | None = None
+    query: type[BaseModel] | None = None
     streams: bool = False
     errors: tuple[int, ...] = ()
 
@@ -56,6 +63,14 @@ ROUTES = (
           answer=responses.CompletionResponse, streams=True, errors=(429, 503), summary="Complete prompts"),
     Route(methods="POST", path="/v1/chat/completions", endpoint=chat_completions, body=requests.ChatCompletionRequest,
           answer=responses.ChatResponse, streams=True, errors=(429, 503), summary="Answer a conversation"),
+    Route(methods="POST", path="/v1/responses", endpoint=responses_api.create, body=ResponsesRequest,
+          answer=ResponseObject, streams=True, errors=(429, 503), summary="Answer a conversation, with state"),
+    Route(methods="GET", path="/v1/responses/{response_id}", endpoint=responses_api.retrieve, query=RetrieveQuery,
+          answer=ResponseObject, streams=True, errors=(400, 404), summary="A response that was stored"),
+    Route(methods="DELETE", path="/v1/responses/{response_id}", endpoint=responses_api.delete, answer=DeletedResponse,
+          errors=(404,), summary="Forget a response"),
+    Route(methods="POST", path="/v1/responses/{response_id}/cancel", endpoint=responses_api.cancel,
+          answer=ResponseObject, errors=(400, 404), summary="End a response that is made in the background"),
     Route(methods="GET", path="/v1/models", endpoint=ops.models, answer=responses.ModelList, summary="List models"),
     Route(methods="GET", path="/v1/models/{model_id:path}", endpoint=ops.model, answer=responses.ModelCard,
           errors=(404,), summary="Describe a model"),
@@ -109,9 +124,15 @@ def _operation(route: Route, keys: bool) -> dict[str, Any]:
     operation: dict[str, Any] = {"summary": route.summary, "responses": answers}
     if route.body is not None:
         operation["requestBody"] = {"required": True, "content": _json(_ref(route.body))}
-    if "{model_id" in route.path:
-        operation["parameters"] = [{"name": "model_id", "in": "path", "required": True,
-                                "schema": {"type": "string", "minLength": 1}}]
+    parameters: list[dict[str, Any]] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        for name in PATH_PARAMETER.findall(route.path)
+    ]
+    if route.query is not None:
+        properties = route.query.model_json_schema()["properties"]
+        parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in properties.items()]
+    if parameters:
+        operation["parameters"] = parameters
     if keys and route.path not in OPEN_PATHS:
         operation["security"] = [{"bearer": []}]
     return operation
@@ -122,7 +143,9 @@ def _schemas() -> dict[str, Any]:
     _, made = models_json_schema([(body, "validation") for body in bodies], ref_template=REF)
     answers = [route.answer for route in ROUTES if isinstance(route.answer, type)]
     _, structs = msgspec.json.schema_components([*answers, ErrorResponse], ref_template=REF.replace("model", "name"))
-    return {**made.get("$defs", {}), **structs}
+    defined = made.get("$defs", {})
+    assert not defined.keys() & structs.keys(), f"two types of one name: {defined.keys() & structs.keys()}"
+    return {**defined, **structs}
 
 
 def _openapi(service: Service) -> dict[str, Any]:
@@ -143,6 +166,7 @@ def _openapi(service: Service) -> dict[str, Any]:
 
 def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="Pageloom", version=service.version, docs_url=None, redoc_url=None)
+    app.state.responses = ResponseStore()
     for route in ROUTES:
         app.add_api_route(route.path, _bind(route, service), methods=route.methods.split(), include_in_schema=False)
     document = _openapi(service)

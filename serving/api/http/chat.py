@@ -90,7 +90,8 @@ async def chat_prompt_ids(service: Service, chat: ChatPrompt, documents: list[di
     return await service.encode(text, add_special_tokens)
 
 
-async def prepare(service: Service, body: ChatCompletionRequest) -> Chat:
+async def prepare(service: Service, body: ChatCompletionRequest, default_max_tokens: int | None = None) -> Chat:
+    """`default_max_tokens`: as far as there is room for them."""
     service.check_model(body.model)
     ids = await chat_prompt_ids(service, body, body.documents)
     sampling = body.sampling(
@@ -103,6 +104,7 @@ async def prepare(service: Service, body: ChatCompletionRequest) -> Chat:
         request_id=body.request_id or "",
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
+        default_max_tokens=default_max_tokens,
     )
     return Chat(body=body, id=f"chatcmpl-{body.request_id or uuid.uuid4().hex}", created=int(time.time()),
                 requests=requests)
