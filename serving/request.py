@@ -16,7 +16,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the output has to be, with vLLM's names (`StructuredOutputsParams`). Exactly one field is set."""
+    """What the output has to be, with vLLM's names (`StructuredOutputsParams`). Exactly one of the first six is set."""
 
     json: str | dict | bool | None = None  # a JSON schema, or its text
     regex: str | None = None
@@ -24,6 +24,13 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     grammar: str | None = None  # Lark or EBNF
     json_object: bool | None = None  # True: any JSON object
     structural_tag: str | dict | None = None
+    # How JSON is spaced. None: as Python's json.dumps does. True: not at all. False: as the model likes.
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None  # a regular expression: what may stand where JSON allows whitespace
+
+    def __post_init__(self) -> None:
+        if isinstance(self.choice, list):
+            msgspec.structs.force_setattr(self, "choice", tuple(self.choice))
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

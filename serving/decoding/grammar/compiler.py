@@ -1,0 +1,138 @@
+"""Grammars to matchers, in threads of their own.
+
+llguidance works without the interpreter's lock, so the engine's steps go on beside a compile. It bounds its own work
+(`LIMITS`); a compile that takes too long all the same is refused when its time is over, and its thread left to finish.
+"""
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from serving.decoding.grammar.explain import explain
+from serving.decoding.grammar.matcher import GrammarMatcher
+from serving.errors import InvalidRequest
+
+log = logging.getLogger(__name__)
+
+LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)  # 2 kB a state
+PARAM = "structured_outputs"
+
+
+class Compiler:
+    """Made once for a model; any thread may call it.
+
+    make_vocabulary: called in the pool, before the first compile (it takes tenths of a second).
+    """
+
+    def __init__(self, make_vocabulary: Callable[[], LLTokenizer], vocab_size: int, *, threads: int = 2,
+                 timeout: float = 30.0, cache_size: int = 128):
+        self.fast_forward = True  # False: matchers force nothing but the end, to measure what forcing gains
+        self._make_vocabulary = make_vocabulary
+        self._vocab_size = vocab_size
+        self._timeout, self._cache_size = timeout, cache_size
+        self._vocabulary: LLTokenizer | None = None
+        self._vocabulary_lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(threads, "grammar")
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._deadlines: deque[tuple[float, str, Future[LLMatcher]]] = deque()
+        self._more = threading.Condition(self._lock)
+        self._closed = False
+        self._watcher: threading.Thread | None = None
+
+    def compile(self, grammar: str) -> Future[GrammarMatcher]:
+        """A matcher of its own for each call; of equal grammars the first is compiled, the others are copies. The
+        future fails with InvalidRequest for a grammar that is bad, matches nothing or takes too long."""
+        with self._lock:
+            known = self._compiled.get(grammar)
+            base = known or self._compiled.setdefault(grammar, Future())
+            self._compiled.move_to_end(grammar)
+            while len(self._compiled) > self._cache_size:
+                self._compiled.popitem(last=False)
+            if known is None:
+                self._deadlines.append((time.monotonic() + self._timeout, grammar, base))
+                self._watch()
+        if known is None:
+            self._pool.submit(self._run, grammar, base)
+        made: Future[GrammarMatcher] = Future()
+        base.add_done_callback(lambda done: self._hand_out(done, made))
+        return made
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._more.notify()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _hand_out(self, base: Future[LLMatcher], made: Future[GrammarMatcher]) -> None:
+        if error := base.exception():
+            made.set_exception(error)
+            return
+        try:
+            copy = base.result().deep_copy()
+            vocabulary = self._vocabulary
+            assert vocabulary is not None
+            made.set_result(GrammarMatcher(copy, eos_ids=vocabulary.eos_tokens, vocab_size=self._vocab_size,
+                                           fast_forward=self.fast_forward))
+        except Exception as error:  # a callback's exception would only be logged, and the request wait for ever
+            made.set_exception(error)
+
+    def _run(self, grammar: str, base: Future[LLMatcher]) -> None:
+        if base.done():  # its time was over before a thread was free
+            return
+        try:
+            result = self._build(grammar)
+        except Exception as error:
+            _settle(base, error=error)
+        else:
+            _settle(base, result)
+
+    def _build(self, grammar: str) -> LLMatcher:
+        with self._vocabulary_lock:
+            if self._vocabulary is None:
+                self._vocabulary = self._make_vocabulary()
+        matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=LIMITS)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # finds what matches nothing, and warms the lexer: copies are as warm
+        if matcher.is_error():
+            raise InvalidRequest(explain(grammar, matcher.get_error(), LIMITS), PARAM)
+        return matcher
+
+    def _watch(self) -> None:
+        if self._watcher is None:
+            self._watcher = threading.Thread(target=self._expire, name="grammar-timeouts", daemon=True)
+            self._watcher.start()
+        self._more.notify()
+
+    def _expire(self) -> None:
+        while True:
+            with self._lock:
+                while not self._deadlines and not self._closed:
+                    self._more.wait()
+                if self._closed:
+                    return
+                deadline, grammar, base = self._deadlines.popleft()
+                while not base.done() and (left := deadline - time.monotonic()) > 0 and not self._closed:
+                    self._more.wait(left)
+                if not base.done() and self._compiled.get(grammar) is base:
+                    del self._compiled[grammar]  # another try may be luckier
+            if not base.done():
+                log.warning("a grammar of %d characters was not compiled in %g s", len(grammar), self._timeout)
+            _settle(base, error=InvalidRequest(
+                f"the grammar was not compiled within {self._timeout:g} seconds, make it smaller", PARAM))
+
+
+def _settle(future: Future[LLMatcher], result: LLMatcher | None = None, error: Exception | None = None) -> None:
+    """The first of the compile's end and its timeout counts."""
+    try:
+        if error is not None:
+            future.set_exception(error)
+        elif result is not None:
+            future.set_result(result)
+    except InvalidStateError:
+        pass

@@ -1,0 +1,104 @@
+"""JSON schemas: what is checked before llguidance sees one, and how the JSON is spaced."""
+
+import json
+from typing import Any
+
+from serving.decoding.grammar.explain import subschemas
+from serving.decoding.grammar.finite import endless
+from serving.errors import InvalidRequest
+
+MAX_SCHEMA_BYTES = 256 * 1024
+MAX_DEPTH = 100  # llguidance reads 128 levels, of which the grammar around the schema takes some
+MAX_MULTIPLE_OF = 100_000  # in units of its last decimal: an automaton has this many states
+# Free whitespace would be a trap: small models, once in it, go on with spaces and line ends until they run out of
+# tokens. So JSON is spaced as Python's json.dumps does, which models write most, and which leaves no choice.
+SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
+FREE = {"whitespace_flexible": True}
+# Text is written as it is; only what JSON cannot hold otherwise is escaped. With \\u a key could be spelled in ways
+# that the schema's rules for it do not see.
+ESCAPES = 'nrbtf\\"'
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+def schema_part(schema: Any, spacing: dict[str, Any], param: str) -> dict[str, Any]:
+    """The llguidance grammar of JSON that a schema (or its text) describes. Raises InvalidRequest."""
+    if isinstance(schema, str):
+        schema = _parse(schema, param)
+    if not isinstance(schema, dict | bool):
+        raise InvalidRequest(f"{param} is a {type(schema).__name__}, must be a JSON schema: an object", param)
+    _check_depth(schema, param)
+    try:
+        size = len(json.dumps(schema, ensure_ascii=False).encode())
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(f"{param} is not JSON: {error}", param) from error
+    if size > MAX_SCHEMA_BYTES:
+        raise InvalidRequest(f"{param} has {size} bytes of JSON, at most {MAX_SCHEMA_BYTES} are allowed", param)
+    if isinstance(schema, bool):
+        schema = {} if schema else {"enum": []}
+    if "x-guidance" in schema:
+        raise InvalidRequest(f"{param} has x-guidance, which is the server's to set", param)
+    _check_numbers(schema, param)
+    schema = _modern(schema)
+    if (place := endless(schema)) is not None:
+        raise InvalidRequest(f"{param} at {place or 'its root'}: every value would have to contain another "
+                             "one, without end", param)
+    options = spacing if "\\u00" in json.dumps(schema) else {**spacing, "json_allowed_escapes": ESCAPES}
+    return {"json_schema": {**schema, "x-guidance": options}}
+
+
+def _parse(text: str, param: str) -> Any:
+    if len(text) > MAX_SCHEMA_BYTES:
+        raise InvalidRequest(f"{param} has {len(text)} characters, at most {MAX_SCHEMA_BYTES} are allowed", param)
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise InvalidRequest(f"{param} is nested more than {MAX_DEPTH} levels deep", param) from None
+    except ValueError as error:
+        raise InvalidRequest(f"{param} is not JSON: {error}", param) from error
+
+
+def _check_depth(schema: Any, param: str) -> None:
+    level, depth = [schema], 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise InvalidRequest(f"{param} is nested more than {MAX_DEPTH} levels deep", param)
+        inner = [list(one.values() if isinstance(one, dict) else one) for one in level if isinstance(one, dict | list)]
+        level = [one for ones in inner for one in ones]
+
+
+def _check_numbers(schema: dict[str, Any], param: str, place: str = "") -> None:
+    multiple = schema.get("multipleOf")
+    if isinstance(multiple, int | float) and multiple:
+        units = abs(multiple)
+        while units != int(units) and units < MAX_MULTIPLE_OF:
+            units = round(units * 10, 9)
+        if units > MAX_MULTIPLE_OF:
+            raise InvalidRequest(f"{param} at {place or 'its root'}: multipleOf is {multiple}, must be at most "
+                                 f"{MAX_MULTIPLE_OF} in units of its last decimal", param)
+    for name, inner in subschemas(schema):
+        _check_numbers(inner, param, f"{place}/{name}")
+
+
+def _modern(schema: dict[str, Any]) -> dict[str, Any]:
+    """Draft 4's exclusive bounds, which were flags, and a keyword that says nothing."""
+    schema = {key: _modern_value(key, value) for key, value in schema.items()}
+    for bound, flag in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+        if isinstance(schema.get(flag), bool) and schema.pop(flag) and bound in schema:
+            schema[flag] = schema.pop(bound)
+    if schema.get("uniqueItems") is False:
+        del schema["uniqueItems"]
+    return schema
+
+
+def _modern_value(key: str, value: Any) -> Any:
+    if key in ("const", "enum", "default", "examples"):
+        return value
+    if key in ("properties", "patternProperties", "$defs", "definitions") and isinstance(value, dict):
+        return {name: _modern(one) if isinstance(one, dict) else one for name, one in value.items()}
+    if isinstance(value, dict):
+        return _modern(value)
+    if isinstance(value, list):
+        return [_modern(one) if isinstance(one, dict) else one for one in value]
+    return value

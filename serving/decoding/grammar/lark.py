@@ -1,0 +1,74 @@
+"""Writes a Lark grammar with parts in other notations, as llguidance reads it (its docs/syntax.md)."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from llguidance import regex_to_lark
+
+TEXT = "/(?s:.*)/"  # any text; special tokens are none
+
+
+def quote(text: str) -> str:
+    return json.dumps(text)
+
+
+class Lark:
+    """Expressions are strings that may stand in a rule; what they need besides is kept here.
+
+    special_tokens: the tokenizer's, by their text. Where a literal spells one, it means the token.
+    """
+
+    def __init__(self, special_tokens: Mapping[str, int]):
+        self._special = special_tokens
+        names = sorted(map(re.escape, special_tokens), key=len, reverse=True)
+        self._cut = re.compile(f"({'|'.join(names)})") if names else None
+        self._rules: list[str] = []
+        self._parts: list[dict[str, Any]] = []
+
+    def part(self, grammar: dict[str, Any]) -> str:
+        """A grammar of its own, such as a JSON schema."""
+        name = f"part_{len(self._parts)}"
+        self._parts.append({"name": name, **grammar})
+        return f"@{name}"
+
+    def rule(self, expression: str, options: str = "") -> str:
+        name = f"rule_{len(self._rules)}"
+        self._rules.append(f"{name}{options}: {expression}")
+        return name
+
+    def terminal(self, expression: str) -> str:
+        """One word for the lexer, however many alternatives it has."""
+        name = f"TERMINAL_{len(self._rules)}"
+        self._rules.append(f"{name}: {expression}")
+        return name
+
+    def literal(self, text: str) -> str:
+        return " ".join(f"<[{self._special[piece]}]>" if piece in self._special else quote(piece)
+                        for piece in self._pieces(text)) or '""'
+
+    def until(self, text: str) -> str:
+        """Any text, up to and with the first occurrence of this one."""
+        first, *rest = self._pieces(text)
+        if first in self._special:  # of another kind than text: no rule is needed to end the text there
+            return f"{self.rule(TEXT)} {self.literal(text)}"
+        head = self.rule(f"{TEXT} {quote(first)}", "[lazy]")
+        return f"{head} {self.literal(''.join(rest))}" if rest else head
+
+    def regex(self, pattern: str) -> str:
+        r"""\d means ASCII digits; the rest is Rust's `regex`, much as Python's `re`."""
+        return f"/{regex_to_lark(pattern, 'd')}/"
+
+    def any_of(self, expressions: Iterable[str]) -> str:
+        return self.rule(" | ".join(f"({one})" for one in expressions))
+
+    def grammar(self, start: str) -> str:
+        if not self._rules and len(self._parts) == 1 and start == "@part_0":
+            return json.dumps({"grammars": self._parts})
+        lark = "\n".join([f"start: {start}", *self._rules])
+        return json.dumps({"grammars": [{"lark_grammar": lark}, *self._parts]})
+
+    def _pieces(self, text: str) -> list[str]:
+        pieces = [text] if self._cut is None else self._cut.split(text)
+        return [piece for piece in pieces if piece]

@@ -1,0 +1,88 @@
+"""A sequence's place in its grammar, kept by llguidance."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from llguidance import LLMatcher
+
+from serving.decoding.grammar.explain import first_line
+
+
+class GrammarMatcher:
+    """A `serving.decoding.matcher.Matcher`. Of one sequence, used by one thread at a time.
+
+    llguidance gives up on a grammar whose parse grows beyond its limits. `error` then says why, and only an
+    end-of-sequence token is allowed any more.
+    """
+
+    def __init__(self, matcher: LLMatcher, *, eos_ids: Sequence[int], vocab_size: int, fast_forward: bool = True):
+        self._matcher = matcher
+        self._eos_ids = tuple(eos_ids)
+        self._vocab_size = vocab_size
+        self._fast_forward = fast_forward
+        self._eos_row = _bits(self._eos_ids, vocab_size)
+        self.error = ""
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """Moves on by output tokens. Nothing is checked after the end."""
+        for token_id in token_ids:
+            if self.error or self._is_at_end():
+                return
+            if not self._matcher.consume_token(token_id):
+                self.error = first_line(self._matcher.get_error()) or f"token {token_id} does not fit the grammar"
+
+    def forced(self) -> list[int]:
+        """Tokens that have to follow, spelled as the tokenizer would: the last ones of the forced text are left out
+        where a token could go on beyond it."""
+        if self._is_at_end():
+            return [self._eos_ids[0]]
+        if self._fast_forward and (tokens := self._matcher.compute_ff_tokens()):
+            return tokens[: self._matcher.validate_tokens(tokens)]
+        if self._matcher.is_accepting() and not (self._row() & ~self._eos_row).any():
+            return [self._eos_ids[0]]
+        return []
+
+    def masks(self, tokens: np.ndarray, parents: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """See `Matcher`. An end-of-sequence token is allowed where the grammar may end; nothing is after it."""
+        valid = np.zeros(len(tokens), bool)
+        children: list[list[int]] = [[] for _ in range(len(tokens) + 1)]
+        for i, parent in enumerate(parents.tolist()):
+            children[parent + 1].append(i)
+        out[0] = self._row()
+        self._walk(0, tokens.tolist(), children, out, valid)
+        return valid
+
+    def _walk(self, node: int, tokens: list[int], children: list[list[int]], out: np.ndarray,
+              valid: np.ndarray) -> None:
+        """Fills in what follows tokens[node - 1], or the present state where node is 0."""
+        for child in children[node]:
+            token = tokens[child]
+            valid[child] = 0 <= token < self._vocab_size and out[node, token // 32] >> token % 32 & 1
+            if not valid[child] or token in self._eos_ids:
+                out[child + 1] = self._eos_row
+            elif self._matcher.try_consume_tokens([token]) == 1:
+                out[child + 1] = self._row()
+                self._walk(child + 1, tokens, children, out, valid)
+                self._matcher.rollback(1)
+            else:
+                raise AssertionError(f"token {token} is in the mask and refused: {self._matcher.get_error()}")
+
+    def _row(self) -> np.ndarray:
+        """int32 [W]: the bits of what may follow now."""
+        if self._is_at_end():
+            return self._eos_row
+        row = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: len(self._eos_row)]
+        if not row.any():
+            self.error = "no token of the model's vocabulary goes on as the grammar wants"
+        return self._eos_row if self._is_at_end() else row  # it may have given up just now
+
+    def _is_at_end(self) -> bool:
+        if not self.error and self._matcher.is_error():
+            self.error = first_line(self._matcher.get_error())
+        return bool(self.error) or self._matcher.is_stopped()
+
+
+def _bits(ids: Sequence[int], vocab_size: int) -> np.ndarray:
+    flags = np.zeros(-(-vocab_size // 32) * 32, bool)
+    flags[list(ids)] = True
+    return np.packbits(flags, bitorder="little").view(np.int32)

@@ -1,0 +1,71 @@
+"""A model's vocabulary as llguidance sees it."""
+
+import json
+from typing import Any
+
+import tokenizers
+from llguidance import LLTokenizer
+
+from serving.errors import InvalidRequest
+from serving.tokenizer.tokenizer import Tokenizer
+
+
+class _Spelling:
+    """What `LLTokenizer` asks of a tokenizer of another library (its `TokenizerWrapper`)."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, tokenizer: Tokenizer, size: int):
+        self._backend = middle_of_text(tokenizer.backend)
+        self.tokens = [tokenizer.token_bytes(i) for i in range(size)]
+        self.special_token_ids = sorted(tokenizer.special_ids)
+        self.bos_token_id = tokenizer.bos_id
+        self.eos_token_id = tokenizer.eos_ids[0]
+
+    def __call__(self, text: str) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+
+def middle_of_text(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """A copy that spells text as it stands in the middle of an output: without the space that SentencePiece puts before
+    a text, and with no special token for what only reads like one."""
+    state = json.loads(backend.to_str())
+    state["normalizer"] = _without_prefix(state["normalizer"])
+    state["pre_tokenizer"] = _without_prefix(state["pre_tokenizer"])
+    copy = tokenizers.Tokenizer.from_str(json.dumps(state))
+    copy.encode_special_tokens = True
+    copy.no_padding()
+    copy.no_truncation()
+    return copy
+
+
+def _without_prefix(step: dict[str, Any] | None) -> dict[str, Any] | None:
+    if step is None or step["type"] == "Prepend":
+        return None
+    step = dict(step)
+    for name in ("normalizers", "pretokenizers"):
+        if name in step:
+            step[name] = [kept for one in step[name] if (kept := _without_prefix(one)) is not None]
+    if "prepend_scheme" in step:
+        step["prepend_scheme"] = "never"
+    if "add_prefix_space" in step:
+        step["add_prefix_space"] = False
+    return step
+
+
+def vocabulary(tokenizer: Tokenizer, vocab_size: int) -> LLTokenizer:
+    """vocab_size: the model's. Ids without a token are never allowed. Takes some tenths of a second.
+
+    Raises InvalidRequest for a model without an end-of-sequence token: nothing could end the output.
+    """
+    eos_ids = [i for i in tokenizer.eos_ids if i < vocab_size]
+    if not eos_ids:
+        raise InvalidRequest("structured output needs a model with an end-of-sequence token, this one has none",
+                             "structured_outputs")
+    size = max(vocab_size, tokenizer.vocab_size)
+    return LLTokenizer(_Spelling(tokenizer, size), n_vocab=size, eos_token=eos_ids)  # type: ignore[arg-type]
+
+
+def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """By their text."""
+    return {str(tokenizer.backend.id_to_token(i)): i for i in tokenizer.special_ids}
