@@ -9,7 +9,7 @@ groups, F features: those of n taps, n D.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from model.vocabulary import Vocabulary, embed_tokens, vocabulary_of
 from sharding.rules import Axes, AxisRules
 
 Path = tuple[str, ...]
+AnyModule = TypeVar("AnyModule", bound=nnx.Module)
 
 
 class Carried(NamedTuple):
@@ -183,7 +184,7 @@ def abstract_model(config: ModelConfig, rules: AxisRules, attention: AnyAttentio
     return nnx.eval_shape(lambda: Transformer(config, rules, attention, experts, rngs=nnx.Rngs(0), dtype=dtype))
 
 
-def param_dtypes(model: Transformer) -> Mapping[Path, jnp.dtype]:
+def param_dtypes(model: nnx.Module) -> Mapping[Path, jnp.dtype]:
     """Of every parameter, by path."""
     return {
         tuple(str(part) for part in path): variable.get_value().dtype
@@ -191,7 +192,7 @@ def param_dtypes(model: Transformer) -> Mapping[Path, jnp.dtype]:
     }
 
 
-def param_axes(model: Transformer) -> Mapping[Path, tuple[tuple[int, ...], Axes]]:
+def param_axes(model: nnx.Module) -> Mapping[Path, tuple[tuple[int, ...], Axes]]:
     """Shape and logical axes of every parameter, by path; stacked parameters gain the axis "layers"."""
     found = {}
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
@@ -200,7 +201,7 @@ def param_axes(model: Transformer) -> Mapping[Path, tuple[tuple[int, ...], Axes]
     return found
 
 
-def with_params(model: Transformer, params: Mapping[Path, jax.Array]) -> Transformer:
+def with_params(model: AnyModule, params: Mapping[Path, jax.Array]) -> AnyModule:
     """The abstract model with arrays for every parameter, and for placements of experts where they are given."""
     structure, state = nnx.split(model)
     flat = []

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,16 +18,14 @@ from msgspec import to_builtins
 
 from checkpoints.default_model import default_model_path
 from checkpoints.errors import CheckpointError
-from checkpoints.load import load_params
 from checkpoints.open import Checkpoint, open_checkpoint
-from checkpoints.orbax_folder import restore_params
 from model.build import Kernels, choose_kernels, model_rules, model_shapes
 from model.config import ModelConfig
 from model.expert_options import ExpertOptions, ExpertsError
 from model.families.common import UnsupportedModel
 from model.families.registry import may_be_left_over, param_sources, read_config
 from model.transformer import Path as ParamPath
-from model.transformer import Transformer, param_axes, param_dtypes, with_params
+from model.transformer import Transformer, param_axes, with_params
 from serving.config import EngineConfig
 from serving.distributed.fingerprint import fingerprint
 from serving.distributed.following import report_failure
@@ -44,7 +43,8 @@ from serving.runner.placing import place_experts, stored_shape
 from serving.runner.runner import ModelRunner, RunnerConfig
 from serving.runner.shapes import Spreading
 from serving.tokenizer.load import load_tokenizer
-from sharding.copies import stored_layout, with_copies, without_copies
+from serving.weights import read_params
+from sharding.copies import without_copies
 from sharding.mesh import MeshError, make_mesh, parse_mesh
 from sharding.rules import AxisRules
 
@@ -98,17 +98,9 @@ def _load(
     dtype = jnp.dtype(hosts.as_leader("dtype", choose_dtype()) if engine.dtype == "auto" else engine.dtype)
     kernels = _kernels(config, engine, rules, dtype)
     model = model_shapes(config, rules, kernels, dtype)
-    axes, dtypes = param_axes(model), param_dtypes(model)
-    once = {path: (stored_shape(model, names, shape), names) for path, (shape, names) in axes.items()}
-    stored = {path: stored_layout(rules, names, shape) for path, (shape, names) in once.items()}
-    shapes = {path: shape for path, (shape, _) in stored.items()}
-    shardings = {path: sharding for path, (_, sharding) in stored.items()}
-    if checkpoint.source is None:
-        params = restore_params(checkpoint.path, shapes, shardings, dtypes)
-    else:
-        params = load_params(checkpoint.source, param_sources(config, shapes), shapes, shardings, dtypes,
-                             ignore=may_be_left_over(config), progress=progress)
-    params = {path: with_copies(rules, names, shape, params[path]) for path, (shape, names) in once.items()}
+    axes = param_axes(model)
+    params = read_params(model, rules, checkpoint, partial(param_sources, config),
+                         shape_of=partial(stored_shape, model), ignore=may_be_left_over(config), progress=progress)
     params = place_experts(model, axes, params)
     return LoadedModel(with_params(model, params), checkpoint.config, params, dtype, kernels)
 
