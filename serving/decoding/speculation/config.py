@@ -28,7 +28,7 @@ METHODS_OF: dict[str, tuple[Method, ...]] = {
     "suffix_decoding_max_spec_factor": ("suffix",),
     "suffix_decoding_min_token_prob": ("suffix",),
     "suffix_decoding_tree": ("suffix",),
-    "draft_sample_method": ("draft_model", "eagle", "eagle3", "mtp", "dflash"),
+    "draft_sample_method": ("draft_model", "mtp"),
     "rejection_sample_method": ("medusa",),
     "posterior_threshold": ("medusa",),
     "posterior_alpha": ("medusa",),
@@ -61,7 +61,8 @@ class SpeculativeConfig:
     suffix_decoding_min_token_prob: float = 0.1  # of all drafts up to it
     suffix_decoding_tree: bool = False  # the likeliest continuations instead of one
 
-    draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
+    # Of sequences with a temperature; see docs/speculation.md. coupled: what a seed gives stays the same.
+    draft_sample_method: Literal["greedy", "probabilistic", "coupled"] = "coupled"
     # typical: Medusa's acceptance. It changes what is sampled: the output no longer follows the model's distribution.
     rejection_sample_method: Literal["standard", "typical"] = "standard"
     posterior_threshold: float = 0.09  # typical: epsilon
