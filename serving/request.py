@@ -27,6 +27,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     # How JSON is spaced. None: as Python's json.dumps does. True: not at all. False: as the model likes.
     disable_any_whitespace: bool | None = None
     whitespace_pattern: str | None = None  # a regular expression: what may stand where JSON allows whitespace
+    source: str = ""  # the field it came as, for errors; empty: structured_outputs, by the name of what is set
 
     def __post_init__(self) -> None:
         if isinstance(self.choice, list):
@@ -80,6 +81,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     sampling: SamplingParams  # n is 1, max_tokens and seed are set, text-only fields may be ignored
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     grammar: str = ""  # of the output, in llguidance's notation; empty: anything goes
+    grammar_source: str = ""  # the request's field that it came as, for errors
     priority: int = 0  # lower runs first (only with the priority policy)
     cache_salt: str = ""  # prefix-cache namespace
     group_id: str = ""  # shared by the n sequences of one request, which share prompt pages even without a prefix cache

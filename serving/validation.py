@@ -8,7 +8,7 @@ import math
 import secrets
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -16,8 +16,9 @@ from typing import Protocol
 import msgspec
 
 from serving.config import MAX_LOGPROBS
+from serving.decoding.grammar.build import grammar_of, source_of
 from serving.errors import InvalidRequest
-from serving.request import EngineRequest, SamplingParams
+from serving.request import EngineRequest, SamplingParams, StructuredOutputs
 
 MAX_N = 128
 MAX_SEQUENCES = 4096  # prompts of one request, times n
@@ -32,7 +33,10 @@ INT32_MAX = (1 << 31) - 1
 
 
 class Encoder(Protocol):
-    """The part of a tokenizer that bad words need."""
+    """The part of a tokenizer that bad words and grammars need."""
+
+    @property
+    def special_token_ids(self) -> Mapping[str, int]: ...
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
@@ -168,6 +172,22 @@ def bad_words_token_ids(bad_words: tuple[str, ...], tokenizer: Encoder) -> tuple
     return tuple(sequences)
 
 
+def _grammar(outputs: StructuredOutputs | None, tokenizer: Encoder, after: str | None) -> tuple[str, str]:
+    """The grammar, and the field it came as."""
+    if outputs is None:
+        return "", ""
+    try:
+        encoded = msgspec.json.encode(outputs)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"structured_outputs is not JSON: {error}", "structured_outputs") from error
+    return _written_grammar(encoded, tokenizer, after), source_of(outputs)
+
+
+@lru_cache(maxsize=8)  # the prompts of one request share it
+def _written_grammar(outputs: bytes, tokenizer: Encoder, after: str | None) -> str:
+    return grammar_of(msgspec.json.decode(outputs, type=StructuredOutputs), tokenizer.special_token_ids, after=after)
+
+
 def to_engine_requests(
     prompt_token_ids: list[int],
     sampling: SamplingParams,
@@ -178,8 +198,10 @@ def to_engine_requests(
     priority: int = 0,
     cache_salt: str = "",
     default_max_tokens: int | None = None,
+    grammar_after: str | None = None,
 ) -> list[EngineRequest]:
     """Validates a request and splits it into `sampling.n` sequences, whose ids are unique whatever `request_id` is.
+    grammar_after: `structured_outputs` hold only after this text, the end of the model's reasoning.
 
     Sequence i samples with seed + i, so one of n equals a request of its own with that seed. Only sequence 0 computes
     prompt_logprobs: they are the same for all.
@@ -195,10 +217,12 @@ def to_engine_requests(
     # A tokenizer may know more tokens than the model, which never makes those.
     bad_words = tuple(word for word in bad_words_token_ids(tuple(sampling.bad_words), tokenizer)
                       if max(word) < limits.vocab_size)  # fmt: skip
+    grammar, source = _grammar(sampling.structured_outputs, tokenizer, grammar_after)
     seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
     group = f"{request_id or 'req'}-{uuid.uuid4().hex[:12]}"
     now = time.time()
-    one = msgspec.structs.replace(sampling, n=1, max_tokens=max_tokens, truncate_prompt_tokens=None)
+    one = msgspec.structs.replace(sampling, n=1, max_tokens=max_tokens, truncate_prompt_tokens=None,
+                                  structured_outputs=None)
     return [
         EngineRequest(
             request_id=f"{group}-{index}",
@@ -209,6 +233,8 @@ def to_engine_requests(
                 prompt_logprobs=sampling.prompt_logprobs if index == 0 else None,
             ),
             bad_words_token_ids=bad_words,
+            grammar=grammar,
+            grammar_source=source,
             priority=priority,
             cache_salt=cache_salt,
             group_id=group,

@@ -45,6 +45,7 @@ class Tokenizer:
         self._spell, self.strips_leading_space = speller(backend)
         self._added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in self._added.items() if token.special)
+        self.special_token_ids = {str(backend.id_to_token(i)): i for i in sorted(self.special_ids)}  # by their text
         bos = self.special_tokens.get("bos_token")
         self.bos_id = None if bos is None else backend.token_to_id(bos)
 
@@ -102,7 +103,7 @@ class Tokenizer:
         """The prompt as text; encode it with `add_special_tokens=False`, the template writes BOS itself.
         `kwargs` become template variables. Raises InvalidRequest."""
         return render(
-            self._template(chat_template, bool(tools)),
+            self.template_for(chat_template, bool(tools)),
             messages,
             tools=tools,
             documents=documents,
@@ -111,7 +112,8 @@ class Tokenizer:
             variables={**self.special_tokens, **kwargs},
         )
 
-    def _template(self, given: str | None, with_tools: bool) -> str:
+    def template_for(self, given: str | None, with_tools: bool) -> str:
+        """The one that was given, or the model's own. Raises InvalidRequest for a model without."""
         if given is not None:
             return given
         named = self.chat_templates.get("tool_use") if with_tools else None

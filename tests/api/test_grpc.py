@@ -17,7 +17,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from serving.api.grpc.convert import sampling_from
 from serving.api.service import Service
 from serving.errors import InvalidRequest
-from serving.request import SamplingParams
+from serving.request import SamplingParams, StructuredOutputs
 from tests.api.conftest import Serve, engine_stub, listening
 
 pytestmark = pytest.mark.anyio
@@ -44,11 +44,23 @@ def test_zero_means_default_where_zero_makes_no_sense() -> None:
 
 
 @pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({"json_schema": '{"type": "null"}'}, {"json": '{"type": "null"}'}),
+        ({"regex": "a+"}, {"regex": "a+"}),
+        ({"grammar": 'start: "a"'}, {"grammar": 'start: "a"'}),
+        ({"json_object": True}, {"json_object": True}),
+        ({"structural_tag": "{}"}, {"structural_tag": "{}"}),
+        ({"choice": pb.ChoiceConstraint(choices=["a", "b"])}, {"choice": ("a", "b")}),
+    ],
+)
+def test_constraints(given: dict, expected: dict) -> None:
+    assert sampling_from(request(**given)).structured_outputs == StructuredOutputs(**expected, source=next(iter(given)))
+
+
+@pytest.mark.parametrize(
     "field, change",
     [
-        ("json_schema", lambda m: setattr(m.sampling_params, "json_schema", "{}")),
-        ("json_object", lambda m: setattr(m.sampling_params, "json_object", True)),
-        ("choice", lambda m: m.sampling_params.choice.choices.append("a")),
         ("kv_transfer_params_json", lambda m: setattr(m, "kv_transfer_params_json", "{}")),
         ("kv_transfer_params", lambda m: setattr(m.kv_transfer_params, "remote_host", "h")),
         ("mm_inputs", lambda m: m.mm_inputs.mm_hashes.append("h")),
@@ -108,7 +120,8 @@ async def test_matched_stop(serve: Serve) -> None:
         (request(temperature=3.0), "temperature"),
         (request(max_tokens=0), "max_tokens"),
         (request(top_k=4_000_000_000), "top_k"),
-        (request(regex="a"), "regex"),
+        (request(json_schema="{"), "json_schema is not JSON"),
+        (request(choice=pb.ChoiceConstraint()), "choice must be"),
         (pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=[99999])), "99999"),
         (pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=[1] * 300)), "300 tokens"),
     ],

@@ -1,11 +1,12 @@
 """Between the messages of `vllm.grpc.engine` and our own types."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from serving.errors import InvalidRequest
-from serving.request import Logprobs, SamplingParams
+from serving.request import Logprobs, SamplingParams, StructuredOutputs
 
 
 def _refuse_unsupported(request: pb.GenerateRequest) -> None:
@@ -18,9 +19,17 @@ def _refuse_unsupported(request: pb.GenerateRequest) -> None:
     if request.HasField("data_parallel_rank") and request.data_parallel_rank != 0:
         raise InvalidRequest(f"data_parallel_rank is {request.data_parallel_rank}, must be 0: there is one rank",
                              "data_parallel_rank")
-    constraint = request.sampling_params.WhichOneof("constraint")
-    if constraint is not None:
-        raise InvalidRequest(f"{constraint} is not supported yet", constraint)
+
+
+def _structured_outputs(params: pb.SamplingParams) -> StructuredOutputs | None:
+    """`grammar_from_first_token` changes nothing: nothing holds a grammar back here."""
+    constraint = params.WhichOneof("constraint")
+    if constraint is None:
+        return None
+    value: Any = getattr(params, constraint)
+    name = "json" if constraint == "json_schema" else constraint
+    given: dict[str, Any] = {name: tuple(value.choices) if constraint == "choice" else value}
+    return StructuredOutputs(**given, source=constraint)
 
 
 def sampling_from(request: pb.GenerateRequest) -> SamplingParams:
@@ -56,6 +65,7 @@ def sampling_from(request: pb.GenerateRequest) -> SamplingParams:
         skip_special_tokens=params.skip_special_tokens,
         spaces_between_special_tokens=params.spaces_between_special_tokens,
         truncate_prompt_tokens=optional("truncate_prompt_tokens"),
+        structured_outputs=_structured_outputs(params),
     )
 
 

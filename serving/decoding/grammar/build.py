@@ -21,12 +21,16 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 def grammar_of(outputs: StructuredOutputs, special_tokens: Mapping[str, int], *, after: str | None = None) -> str:
     """special_tokens: the tokenizer's, by their text, which a structural tag may spell. after: the output begins with
     any text (a model's reasoning) up to this marker, and only then follows the grammar. Raises InvalidRequest."""
-    kind = _kind(outputs)
-    lark = Lark(special_tokens)
-    main = _main(outputs, kind, f"{FIELD}.{kind}", lark)
+    kind, lark = _kind(outputs), Lark(special_tokens)
+    main = _main(outputs, kind, source_of(outputs), lark)
     if after is not None:
         main = f"{lark.until(after)} {lark.rule(LINE_ENDS)} {lark.rule(main)}"
     return lark.grammar(main)
+
+
+def source_of(outputs: StructuredOutputs) -> str:
+    """The request's field that is to blame for what is wrong."""
+    return outputs.source or f"{FIELD}.{_kind(outputs)}"
 
 
 def _kind(outputs: StructuredOutputs) -> str:

@@ -64,8 +64,3 @@ def vocabulary(tokenizer: Tokenizer, vocab_size: int) -> LLTokenizer:
                              "structured_outputs")
     size = max(vocab_size, tokenizer.vocab_size)
     return LLTokenizer(_Spelling(tokenizer, size), n_vocab=size, eos_token=eos_ids)  # type: ignore[arg-type]
-
-
-def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """By their text."""
-    return {str(tokenizer.backend.id_to_token(i)): i for i in tokenizer.special_ids}
