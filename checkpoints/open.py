@@ -63,6 +63,6 @@ def _read_config(file: Path) -> dict[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: cannot be read as JSON ({error})") from error
-    if not isinstance(config, dict) or "model_type" not in config:
+    if not isinstance(config, dict) or not config.keys() & {"model_type", "medusa_num_heads"}:
         raise CheckpointError(f"{file}: has no model_type; it is not a model's config")
     return config

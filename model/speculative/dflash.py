@@ -10,7 +10,7 @@ H head dim, D model dim, F features, V vocab, L layers, P pages, b tokens of a p
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,15 +29,15 @@ from model.layers import MLP, RMSNorm, add, divided_by_rms, param, project, proj
 from model.rope import apply_rope, rope_angles
 from model.sampling import SamplingRows
 from model.speculative.block_attention import PAGE_AXES, attend_blocks, write_pages
-from model.speculative.common import best_tokens
 from model.speculative.drafter import Drafts, Settled
+from model.speculative.draws import DraftSampling, draw_drafts
 from model.transformer import logits_of
 from model.vocabulary import embed_tokens
 from sharding.rules import AxisRules
 
 _EVERYTHING = 1 << 30  # tokens: a window that ends nowhere
 _OWN = frozenset(("block_size", "mask_token_id", "target_layer_ids", "is_causal", "input_embedding_scale",
-                  "output_multiplier", "final_logit_softcapping"))  # the last two change no order of logits
+                  "output_multiplier", "final_logit_softcapping"))  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +66,8 @@ def read_dflash_config(hf: Mapping[str, Any], target: ModelConfig) -> DFlashConf
             raise ValueError(f"the drafter's config has no dflash_config.{name}: it is not a DFlash checkpoint")
     rest = {key: hf[key] for key in hf if key not in (*_OWN, "dflash_config", "num_target_layers")}
     model = read_config({**rest, "model_type": hf.get("model_type", "qwen3")})
+    model = replace(model, logit_scale=float(value("output_multiplier", 1.0)),
+                    logit_soft_cap=value("final_logit_softcapping") or None)  # fmt: skip
     for name in ("hidden_size", "vocab_size"):
         if getattr(model, name) != getattr(target, name):
             raise ValueError(f"the DFlash drafter has {name}={getattr(model, name)}, the target has "
@@ -118,15 +120,15 @@ class DFlashLayer(nnx.Module):
 class DFlash(nnx.Module):
     """See `model.speculative.drafter.DeviceDrafter`. State: keys and values of all features, [L, P, b, 2, K, H]."""
 
-    probabilistic = False
-
-    def __init__(self, config: DFlashConfig, rules: AxisRules, *, page_size: int, rngs: nnx.Rngs, dtype: jnp.dtype):
+    def __init__(self, config: DFlashConfig, rules: AxisRules, *, page_size: int, sampling: DraftSampling = "greedy",
+                 rngs: nnx.Rngs, dtype: jnp.dtype):  # fmt: skip
         """rules: of a mesh for the drafter's numbers of heads, see `model.build.model_rules`."""
         model = config.model
         D, dtype = model.hidden_size, jnp.dtype(dtype)
         self.config, self.rules, self.page_size, self.dtype = config, rules, page_size, dtype
         self.taps = tuple(layer + 1 for layer in config.target_layer_ids)
-        self.max_drafts = config.block_size - 1
+        self.max_drafts, self.probabilistic = config.block_size - 1, sampling == "probabilistic"
+        self.sampling: DraftSampling = sampling
         (self.rope,) = {layer.rope for layer in model.layers if layer.rope is not None}  # Qwen3: the same in all
         self.fc = param((len(self.taps) * D, D), (None, "embed"), rngs=rngs, dtype=dtype)
         self.hidden_norm = RMSNorm((D,), ("embed",), model, rngs=rngs, dtype=dtype)
@@ -148,10 +150,17 @@ class DFlash(nnx.Module):
     def propose(self, state: jax.Array, settled: Settled, batch: StepBatch, rows: SamplingRows, num_drafts: int,
                 embedding: jax.Array, output_matrix: jax.Array) -> tuple[Drafts, jax.Array]:  # fmt: skip
         state = self.take_in(state, settled.features, batch)
+        if num_drafts == 0:
+            return Drafts(jnp.zeros((len(settled.last), 0), jnp.int32)), state
         hidden = self.fill(state, settled, batch, num_drafts + 1, embedding)  # [S, B, D]
         hidden = hidden[:, 1:].reshape(-1, hidden.shape[-1])  # a mask's state is of its own token, not of the next
-        _, tokens = best_tokens(self.rules, hidden, output_matrix, partial(logits_of, self.config.model), 1)
-        return Drafts(tokens.reshape(-1, num_drafts)), state
+        every = SamplingRows(*(jnp.repeat(x, num_drafts, axis=0) for x in rows))
+        depth = jnp.tile(jnp.arange(num_drafts, dtype=jnp.int32), len(rows.slot))
+        every = every._replace(output_index=every.output_index + depth)
+        tokens, q = draw_drafts(self.sampling, self.rules, hidden, output_matrix, partial(logits_of, self.config.model),
+                                every, jnp.zeros((), jnp.int32))  # fmt: skip
+        q = None if q is None else q.reshape(-1, num_drafts, q.shape[-1])
+        return Drafts(tokens.reshape(-1, num_drafts), probabilities=q), state
 
     def take_in(self, pages: jax.Array, features: Float[Array, "T F"], batch: StepBatch) -> jax.Array:
         """Writes the keys and values of every settled token; what lies behind them in a row lands where later tokens

@@ -108,6 +108,8 @@ class Medusa(nnx.Module):
 
     def propose(self, state: tuple[()], settled: Settled, batch: StepBatch, rows: SamplingRows, num_drafts: int,
                 embedding: jax.Array, output_matrix: jax.Array) -> tuple[Drafts, tuple[()]]:  # fmt: skip
+        if num_drafts == 0:
+            return Drafts(jnp.zeros((len(settled.last), 0), jnp.int32)), state
         chosen = _nodes(self.paths[:num_drafts])
         heads, most = max(chosen.heads) + 1, max(chosen.ranks) + 1
         vocabulary = vocabulary_of(self.rules, self.vocab_size)
