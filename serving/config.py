@@ -112,6 +112,9 @@ class ServerConfig:
     api_keys: tuple[str, ...] = ()
     admin_api_key: str | None = None  # None: the API keys also open the admin endpoints
     chat_template: str | None = None
+    enable_auto_tool_choice: bool = False  # whether the model may decide to call tools
+    tool_call_parser: str | None = None  # how it writes calls: a name of `serving.decoding.tools.registry`
+    reasoning_parser: str | None = None  # of `serving.decoding.reasoning.registry`; None: reasoning is content
     max_body_bytes: int = 32 << 20
     max_logprobs: int = MAX_LOGPROBS
     stream_interval: int = 1  # tokens between two streamed chunks
@@ -124,6 +127,8 @@ class ServerConfig:
             _at_least(0, name, getattr(self, name))
         if not 0 <= self.max_logprobs <= MAX_LOGPROBS:
             raise ConfigError(f"--max-logprobs is {self.max_logprobs}, must be in 0 to {MAX_LOGPROBS}")
+        if self.enable_auto_tool_choice != (self.tool_call_parser is not None):
+            raise ConfigError("--enable-auto-tool-choice and --tool-call-parser need each other: give both or none")
 
 
 def _at_least(least: int, name: str, value: float | None) -> None:

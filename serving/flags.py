@@ -7,7 +7,9 @@ from dataclasses import fields
 from typing import NoReturn, get_args
 
 from serving.config import All2AllBackend, EngineConfig, EplbConfig, ServerConfig
+from serving.decoding.reasoning.registry import REASONING_PARSERS
 from serving.decoding.speculation.config import SpeculativeConfig
+from serving.decoding.tools.registry import TOOL_PARSERS
 from serving.distributed.plan import DEFAULT_PORT, DEFAULT_TIMEOUT_SECONDS, HostFlags, plan_hosts
 from serving.errors import ConfigError
 
@@ -88,6 +90,9 @@ def parse_flags(argv: Sequence[str], environment: Mapping[str, str] | None = Non
         api_keys=tuple(args.api_key),
         admin_api_key=args.admin_api_key,
         chat_template=args.chat_template,
+        enable_auto_tool_choice=args.enable_auto_tool_choice,
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
         max_body_bytes=args.max_body_bytes,
         max_logprobs=args.max_logprobs,
         stream_interval=args.stream_interval,
@@ -188,6 +193,11 @@ def _parser() -> _Parser:
     api.add_argument("--api-key", action="append", default=[], metavar="KEY",
                      help="require `Authorization: Bearer KEY`; may be repeated")
     api.add_argument("--admin-api-key", metavar="KEY", help="key of the admin endpoints, if not the API keys")
+    api.add_argument("--enable-auto-tool-choice", action="store_true",
+                     help='let the model call tools when it wants to (tool_choice "auto"); needs --tool-call-parser')
+    api.add_argument("--tool-call-parser", choices=sorted(TOOL_PARSERS), help="how the model writes calls")
+    api.add_argument("--reasoning-parser", choices=sorted(REASONING_PARSERS),
+                     help="how the model marks its reasoning, which is then told apart from the answer")
     api.add_argument("--max-body-bytes", type=int, default=server.max_body_bytes, metavar="N")
     api.add_argument("--max-logprobs", type=int, default=server.max_logprobs, metavar="N")
     api.add_argument("--stream-interval", type=int, default=server.stream_interval, metavar="TOKENS",

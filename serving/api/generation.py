@@ -54,9 +54,11 @@ class SequenceOutput:
     that spell it) that may turn out to be the start of one.
 
     A delta is due with the first token, then after `interval` tokens, and at the end; None: only at the end.
+    `shown_ids` are special tokens that stay in the text in any case.
     """
 
-    def __init__(self, tokenizer: Tokenizer, request: EngineRequest, sequence: int, interval: int | None):
+    def __init__(self, tokenizer: Tokenizer, request: EngineRequest, sequence: int, interval: int | None,
+                 shown_ids: frozenset[int] = frozenset()):
         sampling = request.sampling
         self._sequence, self._interval = sequence, interval
         self._sampling = sampling
@@ -66,6 +68,7 @@ class SequenceOutput:
             request.prompt_token_ids,
             skip_special_tokens=sampling.skip_special_tokens,
             spaces_between_special_tokens=sampling.spaces_between_special_tokens,
+            shown_ids=shown_ids,
         )
         self._matcher = StopStringMatcher(sampling.stop, sampling.include_stop_str_in_output)
         self._generated = 0  # tokens seen
@@ -174,9 +177,9 @@ class SequenceOutput:
         return delta
 
 
-async def _run_sequence(service: Service, request: EngineRequest, sequence: int,
-                        interval: int | None) -> AsyncGenerator[Delta]:
-    output = SequenceOutput(service.tokenizer, request, sequence, interval)
+async def _run_sequence(service: Service, request: EngineRequest, sequence: int, interval: int | None,
+                        shown_ids: frozenset[int]) -> AsyncGenerator[Delta]:
+    output = SequenceOutput(service.tokenizer, request, sequence, interval, shown_ids)
     timer = service.metrics.sequence(request)
     reason: FinishReason | None = "abort"  # unless it gets to an end
     try:
@@ -236,10 +239,10 @@ async def _merge(streams: Sequence[AsyncGenerator[Delta]]) -> AsyncGenerator[Del
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def generate(service: Service, requests: Sequence[EngineRequest],
-                   interval: int | None = 1) -> AsyncGenerator[Delta]:
+async def generate(service: Service, requests: Sequence[EngineRequest], interval: int | None = 1,
+                   shown_ids: frozenset[int] = frozenset()) -> AsyncGenerator[Delta]:
     """Runs the sequences side by side and yields their deltas as they come; with `interval` None one delta each, at
-    its end. Close it (`aclosing`) to abort.
+    its end. Close it (`aclosing`) to abort. `shown_ids`: special tokens that stay in the text in any case.
 
     Raises `Overloaded` or `EngineDead` before the first delta when the requests are not admitted, `EngineDead` at any
     time when the core dies.
@@ -248,7 +251,7 @@ async def generate(service: Service, requests: Sequence[EngineRequest],
     sizes = Counter(request.group_id for request in requests)
     for one in {request.group_id: request for request in requests}.values():
         service.metrics.request(sizes[one.group_id], one.sampling.max_tokens or 0, len(one.prompt_token_ids))
-    streams = [_run_sequence(service, request, i, interval) for i, request in enumerate(requests)]
+    streams = [_run_sequence(service, request, i, interval, shown_ids) for i, request in enumerate(requests)]
     service.lifecycle.live += 1
     try:
         async with aclosing(streams[0] if len(streams) == 1 else _merge(streams)) as merged:

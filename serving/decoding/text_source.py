@@ -16,7 +16,7 @@ Reading = Generator[None, None, T]
 Sink = Callable[[str], None]
 
 _SPACE = re.compile(r"[ \t\r\n]*")
-_PLAIN = re.compile(r'[^"{}\[\]]*')  # of a JSON value, between strings and brackets
+_PLAIN = re.compile(r"[\s\w:,.+-]*")  # of a JSON value, between strings and brackets
 _IN_STRING = re.compile(r'[^"\\]*')
 _SCALAR = re.compile(r"[-+.\w]*")
 _CLOSING = {"{": "}", "[": "]"}
@@ -32,6 +32,11 @@ def _prefixes(markers: tuple[str, ...]) -> tuple[int, frozenset[str]]:
     """All proper beginnings of the markers, and the length of the longest."""
     found = frozenset(marker[:n] for marker in markers for n in range(1, len(marker)))
     return max(map(len, found), default=0), found
+
+
+def whole_characters(text: str) -> str:
+    """Without halves of surrogate pairs, which escapes may spell and UTF-8 cannot."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 class TextSource:
@@ -144,11 +149,11 @@ class TextSource:
         put('"')
         while True:
             yield from self.take(_IN_STRING, put)
-            letter = yield from self._letter()
+            letter = yield from self.letter()
             put(letter)
             if letter == '"':
                 break
-            escaped = yield from self._letter()
+            escaped = yield from self.letter()
             put(escaped)
             if not escaped:
                 return None
@@ -158,7 +163,7 @@ class TextSource:
             text = json.loads("".join(raw), strict=False)
         except ValueError:
             return None
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # halves of pairs are no text
+        return whole_characters(text)
 
     def json_value(self, sink: Sink) -> Reading[bool]:
         """Reads one value; its raw text goes to `sink` as it comes. False: it is none, or does not end."""
@@ -179,14 +184,17 @@ class TextSource:
                 continue
             if letter in _CLOSING:
                 open_brackets.append(_CLOSING[letter])
-            elif not letter or open_brackets.pop() != letter:
+            elif not letter or letter not in "]}" or open_brackets[-1] != letter:
                 return False
+            else:
+                open_brackets.pop()
             self._at += 1
             sink(letter)
             if not open_brackets:
                 return True
 
-    def _letter(self) -> Reading[str]:
+    def letter(self) -> Reading[str]:
+        """Reads the next character; "" at the end."""
         letter = yield from self.peek()
         self._at += len(letter)
         return letter

@@ -26,9 +26,10 @@ class IncrementalDetokenizer:
         prompt_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,  # no effect, see Tokenizer.decode
+        shown_ids: frozenset[int] = frozenset(),  # special tokens that are not skipped
     ):
         self._tokenizer = tokenizer
-        self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._hidden = tokenizer.special_ids - shown_ids if skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         tail = self._last_bytes(prompt_ids)
         self._utf8.decode(tail)

@@ -2,13 +2,19 @@
 
 from typing import TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from serving.errors import TooLarge
 
 Model = TypeVar("Model", bound=BaseModel)
+
+
+class Body(BaseModel):
+    """All bodies and their parts: unknown fields are refused, and nothing is taken for another type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, regex_engine="rust-regex")
 
 
 async def _read(request: Request, limit: int) -> bytes:

@@ -1,29 +1,29 @@
 """POST /v1/chat/completions."""
 
-import asyncio
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncGenerator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
+import msgspec
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
 from serving.api.generation import Delta, generate
 from serving.api.http.body import read_body
+from serving.api.http.chat_prompt import chat_prompt_ids
 from serving.api.http.logprobs import chat_logprobs, prompt_logprobs
-from serving.api.http.requests import ChatCompletionRequest, ChatPrompt
+from serving.api.http.message_parts import OutputReader, chat_answer, chat_delta, output_format, prompt_tail
+from serving.api.http.requests import ChatCompletionRequest
 from serving.api.http.responses import (
-    ChatAnswer,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatDelta,
+    ChatFinishReason,
     ChatLogprobs,
     ChatResponse,
     Usage,
@@ -36,15 +36,10 @@ from serving.api.http.sending import (
     sse,
 )
 from serving.api.service import Service
-from serving.errors import InvalidRequest
+from serving.decoding.output_parser import OutputParser
+from serving.decoding.parts import Message
 from serving.request import EngineRequest
-from serving.tokenizer.foreign_template import render_foreign
 from serving.validation import to_engine_requests
-
-FOREIGN_TEMPLATES = ThreadPoolExecutor(2, "foreign-template")  # at a time, and never in the way of other threads' work
-TEMPLATE_OWN_NAMES = frozenset(
-    ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,77 +50,68 @@ class Chat:
     id: str
     created: int
     requests: list[EngineRequest]
+    reader: OutputReader
 
     @property
     def prompt_token_ids(self) -> list[int]:
         return self.requests[0].prompt_token_ids
 
-
-async def chat_prompt_ids(service: Service, chat: ChatPrompt, documents: list[dict[str, Any]] | None = None,
-                          add_special_tokens: bool = False) -> list[int]:
-    """Renders the chat template and tokenizes. The template writes BOS and the like itself."""
-    kwargs = dict(chat.chat_template_kwargs or {})
-    if taken := TEMPLATE_OWN_NAMES & kwargs.keys():
-        raise InvalidRequest(f"chat_template_kwargs sets {sorted(taken)[0]!r}, which is a request field of its own",
-                             "chat_template_kwargs")
-    tokenizer = service.tokenizer
-    template = chat.chat_template or service.config.chat_template or tokenizer.chat_template
-    if documents and "documents" not in (template or ""):
-        raise InvalidRequest("documents are not used by this model's chat template", "documents")
-    continues = bool(chat.continue_final_message)
-    generation_prompt = chat.add_generation_prompt
-    messages = [message.for_template() for message in chat.messages]
-    options: dict[str, Any] = {
-        "tools": None,
-        "documents": documents,
-        "add_generation_prompt": not continues if generation_prompt is None else generation_prompt,
-        "continue_final_message": continues,
-    }
-    if chat.chat_template is not None:
-        options["variables"] = {**tokenizer.special_tokens, **kwargs}
-        render = partial(render_foreign, chat.chat_template, messages, **options)
-        text = await asyncio.get_running_loop().run_in_executor(FOREIGN_TEMPLATES, render)
-    else:
-        text = tokenizer.apply_chat_template(messages, chat_template=template, **options, **kwargs)
-    return await service.encode(text, add_special_tokens)
+    def generate(self, service: Service, interval: int | None) -> AsyncGenerator[Delta]:
+        """As `generate`, with the text that `reader.parser()` reads."""
+        return generate(service, self.requests, interval, self.reader.shown_ids)
 
 
 async def prepare(service: Service, body: ChatCompletionRequest, default_max_tokens: int | None = None) -> Chat:
     """`default_max_tokens`: as far as there is room for them."""
     service.check_model(body.model)
-    ids = await chat_prompt_ids(service, body, body.documents)
+    form = output_format(service, body)
+    ids = await chat_prompt_ids(service, body, body.documents, needs_tools=form.calls == "auto")
     sampling = body.sampling(
         max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )
+    if (forced := form.structured_outputs) is not None:
+        sampling = msgspec.structs.replace(sampling, structured_outputs=forced)
+    prompt = prompt_tail(service.tokenizer, ids)
     requests = to_engine_requests(
         ids, sampling, service.limits, service.tokenizer,
         request_id=body.request_id or "",
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
         default_max_tokens=default_max_tokens,
+        grammar_after=form.free_until(prompt),
     )
+    reader = OutputReader.make(service.tokenizer, form, prompt, sampling.skip_special_tokens)
     return Chat(body=body, id=f"chatcmpl-{body.request_id or uuid.uuid4().hex}", created=int(time.time()),
-                requests=requests)
+                requests=requests, reader=reader)
 
 
 def _logprobs(service: Service, body: ChatCompletionRequest, delta: Delta) -> ChatLogprobs | None:
     return chat_logprobs(service.tokenizer, delta.logprobs) if body.logprobs else None
 
 
+def _finish_reason(chat: Chat, delta: Delta, parser: OutputParser) -> ChatFinishReason | None:
+    """A call of the one function that was asked for is no reason of the model's own: "stop", as in OpenAI's API."""
+    calls = parser.num_tool_calls and chat.reader.form.calls != "named"
+    return "tool_calls" if calls and delta.finish_reason == "stop" else delta.finish_reason
+
+
 async def _collect(service: Service, chat: Chat) -> ChatResponse:
     body = chat.body
     deltas: list[Delta] = []
-    async with aclosing(generate(service, chat.requests, interval=None)) as stream:
+    async with aclosing(chat.generate(service, None)) as stream:
         async for delta in stream:
             deltas.append(delta)
     deltas.sort(key=lambda delta: delta.sequence)
     choices = []
     for delta in deltas:
-        assert delta.finish_reason is not None
-        choice = ChatChoice(index=delta.sequence, message=ChatAnswer(content=delta.text),
-                            logprobs=_logprobs(service, body, delta), finish_reason=delta.finish_reason,
+        parser = chat.reader.parser()
+        message = Message().add(parser.feed(delta.text)).add(parser.finish())
+        finish_reason = _finish_reason(chat, delta, parser)
+        assert finish_reason is not None
+        choice = ChatChoice(index=delta.sequence, message=chat_answer(message, body.include_reasoning is not False),
+                            logprobs=_logprobs(service, body, delta), finish_reason=finish_reason,
                             stop_reason=delta.stop_reason)
         if body.return_token_ids:
             choice.token_ids = delta.token_ids
@@ -149,6 +135,7 @@ async def _frames(service: Service, chat: Chat) -> AsyncGenerator[bytes]:
     chunk = ChatChunk(id=chat.id, created=chat.created, model=service.model_name,
                       system_fingerprint=service.fingerprint, choices=[])
     started: set[int] = set()
+    parsers: defaultdict[int, OutputParser] = defaultdict(chat.reader.parser)
     generated = cached = 0
 
     def totals() -> Usage:
@@ -162,7 +149,7 @@ async def _frames(service: Service, chat: Chat) -> AsyncGenerator[bytes]:
             chunk.usage = None
         return sse(chunk)
 
-    async with aclosing(generate(service, chat.requests, service.config.stream_interval)) as stream:
+    async with aclosing(chat.generate(service, service.config.stream_interval)) as stream:
         async for delta in stream:
             if delta.sequence not in started:
                 started.add(delta.sequence)
@@ -171,13 +158,20 @@ async def _frames(service: Service, chat: Chat) -> AsyncGenerator[bytes]:
                     chunk.prompt_token_ids = chat.prompt_token_ids
                 yield frame(ChatChunkChoice(index=delta.sequence, delta=ChatDelta(role="assistant", content="")))
                 chunk.prompt_token_ids = UNSET
-            choice = ChatChunkChoice(index=delta.sequence, delta=ChatDelta(content=delta.text),
-                                     logprobs=_logprobs(service, body, delta), finish_reason=delta.finish_reason)
+            parser = parsers[delta.sequence]
+            parts = parser.feed(delta.text) + (parser.finish() if delta.finish_reason else [])
+            news = chat_delta(parts, body.include_reasoning is not False)
+            generated += len(delta.token_ids)
+            if not (news.says_something or delta.finish_reason or body.logprobs or body.return_token_ids):
+                continue  # the text is held back until it is clear what it is
+            if not news.says_something:
+                news.content = ""
+            choice = ChatChunkChoice(index=delta.sequence, delta=news, logprobs=_logprobs(service, body, delta),
+                                     finish_reason=_finish_reason(chat, delta, parser))
             if delta.finish_reason is not None:
                 choice.stop_reason = delta.stop_reason
             if body.return_token_ids:
                 choice.token_ids = delta.token_ids
-            generated += len(delta.token_ids)
             yield frame(choice)
     if at_end:
         chunk.choices, chunk.usage = [], totals()

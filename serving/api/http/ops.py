@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serving.api.http.body import read_body
-from serving.api.http.chat import chat_prompt_ids
+from serving.api.http.chat_prompt import chat_prompt_ids
 from serving.api.http.requests import DetokenizeRequest, TokenizeRequest
 from serving.api.http.responses import (
     DetokenizeResponse,

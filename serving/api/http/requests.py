@@ -7,11 +7,14 @@ Unknown fields are refused. A field of a later feature is declared with the only
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypeAliasType
 
 from serving import validation as rules
+from serving.api.http.body import Body
+from serving.api.http.format_fields import ResponseFormat, StructuredOutputsFields
+from serving.api.http.tool_fields import MessageToolCall, ToolChoice, Tools
 from serving.config import MAX_LOGPROBS
 from serving.request import SamplingParams
 
@@ -22,30 +25,10 @@ def _not_supported(value: Any) -> Any:
     return value
 
 
-def _no_tools(value: Any) -> Any:
+def _no_annotations(value: Any) -> Any:
     if value not in (None, []):
         raise PydanticCustomError("not_supported", "is not supported yet, must be empty")
     return value
-
-
-def _no_tool_choice(value: Any) -> Any:
-    if value not in (None, "none", "auto"):
-        raise PydanticCustomError("not_supported", "is not supported yet, must be 'none' or 'auto'")
-    return value
-
-
-def _text_format_only(value: Any) -> Any:
-    if isinstance(value, dict) and value.get("type") != "text":
-        raise PydanticCustomError("not_supported", "is not supported yet unless its type is 'text'")
-    return value
-
-
-class Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, regex_engine="rust-regex")
-
-
-class TextFormat(Body):
-    type: Literal["text"]
 
 
 NotYet = Annotated[None, BeforeValidator(_not_supported)]
@@ -60,6 +43,7 @@ BiasKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,10}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
@@ -107,9 +91,16 @@ class SamplingFields(SamplerFields):
     return_token_ids: bool | None = None
     request_id: Annotated[str, StringConstraints(min_length=1, max_length=rules.MAX_ID_CHARS)] | None = None
     metadata: Annotated[dict[str, Any], Field(description="Accepted and not used")] | None = None
-    response_format: Annotated[TextFormat | None, BeforeValidator(_text_format_only)] = None
-    structured_outputs: NotYet = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputsFields | None = None
     kv_transfer_params: NotYet = None
+
+    @model_validator(mode="after")
+    def _one_form(self) -> "SamplingFields":
+        if self.structured_outputs and self.response_format and self.response_format.type != "text":
+            raise PydanticCustomError("cross_field", "response_format and structured_outputs are both given, "
+                                                     "only one may be", {"param": "structured_outputs"})
+        return self
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> "SamplingFields":
@@ -133,6 +124,8 @@ class SamplingFields(SamplerFields):
         if self.logit_bias is not None:
             given["logit_bias"] = {int(key): bias for key, bias in self.logit_bias.items()}
         given |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+        form = self.structured_outputs or self.response_format
+        given["structured_outputs"] = None if form is None else form.structured_outputs()
         return SamplingParams(**given)
 
 
@@ -170,8 +163,8 @@ class ChatMessage(Body):
     refusal: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    tool_calls: Annotated[Empty | None, BeforeValidator(_no_tools)] = None
-    annotations: Annotated[Empty | None, BeforeValidator(_no_tools)] = None
+    tool_calls: Annotated[list[MessageToolCall], Field(fail_fast=True)] | None = None
+    annotations: Annotated[Empty | None, BeforeValidator(_no_annotations)] = None
     function_call: NotYet = None
     audio: NotYet = None
 
@@ -180,6 +173,9 @@ class ChatMessage(Body):
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
         message: dict[str, Any] = {"role": self.role, "content": content or ""}
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+            message["content"] = content  # templates tell calls with text from calls without
         for name in ("name", "tool_call_id", "reasoning_content"):
             if (value := getattr(self, name)) is not None:
                 message[name] = value
@@ -196,7 +192,8 @@ class ChatPrompt(Body):
     continue_final_message: bool | None = None
     chat_template: Annotated[str, StringConstraints(min_length=1, max_length=65536)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Annotated[Empty | None, BeforeValidator(_no_tools)] = None
+    tools: Tools | None = None
+    reasoning_effort: ReasoningEffort | None = None
 
     @model_validator(mode="after")
     def _one_ending(self) -> "ChatPrompt":
@@ -215,9 +212,9 @@ class ChatCompletionRequest(ChatPrompt, SamplingFields):
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = None
     documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
-    tool_choice: Annotated[Literal["none", "auto"] | None, BeforeValidator(_no_tool_choice)] = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: NotYet = None
+    include_reasoning: bool | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> "ChatCompletionRequest":
@@ -242,7 +239,7 @@ class TokenizeRequest(Body):
     continue_final_message: bool | None = None
     chat_template: Annotated[str, StringConstraints(min_length=1, max_length=65536)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Annotated[Empty | None, BeforeValidator(_no_tools)] = None
+    tools: Tools | None = None
 
     @model_validator(mode="after")
     def _one_kind(self) -> "TokenizeRequest":
@@ -259,6 +256,7 @@ class TokenizeRequest(Body):
             continue_final_message=self.continue_final_message,
             chat_template=self.chat_template,
             chat_template_kwargs=self.chat_template_kwargs,
+            tools=self.tools,
         )
 
 

@@ -7,6 +7,8 @@ from msgspec import UNSET, UnsetType
 
 from serving.request import FinishReason
 
+ChatFinishReason = Literal["stop", "length", "abort", "error", "tool_calls"]
+
 
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
@@ -74,10 +76,23 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class FunctionCall(msgspec.Struct, kw_only=True):
+    name: str
+    arguments: str  # JSON, as the model wrote it
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class ChatAnswer(msgspec.Struct, kw_only=True):
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None  # null beside calls without text
     reasoning: str | None = None
+    reasoning_content: str | UnsetType = UNSET  # the same under its older name
+    tool_calls: list[ToolCall] | UnsetType = UNSET
     refusal: str | None = None
 
 
@@ -85,7 +100,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     index: int
     message: ChatAnswer
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
 
@@ -102,16 +117,37 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class FunctionCallDelta(msgspec.Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True):
+    """The first one of a call has id, type and name."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionCallDelta
+
+
 class ChatDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET  # the same under its older name
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+
+    @property
+    def says_something(self) -> bool:
+        return any(getattr(self, name) is not UNSET for name in self.__struct_fields__)
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: ChatFinishReason | None = None
     stop_reason: int | str | None | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 

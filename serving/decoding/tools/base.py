@@ -7,15 +7,16 @@ break JSON's rules, the call has them as far as they went and what follows is co
 
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from serving.decoding.parts import ContentDelta, Part, ToolCallDelta
 from serving.decoding.stream_parser import StreamParser
-from serving.decoding.text_source import Reading
+from serving.decoding.text_source import Reading, whole_characters
 
 ARGUMENT_KEYS = ("arguments", "parameters")
+OTHER_KEYS = ("type", "id")  # that models write into a call
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Tool:
 
 
 class ToolParser(StreamParser):
-    """White space beside a call is the format's and is dropped; all other text around calls is content.
+    """White space between calls and the ends of the content is the format's and is dropped; all other text around calls
+    is content.
 
     tools: what may be called. Formats without marks of their own go by the names, others report any name.
     """
@@ -36,29 +38,29 @@ class ToolParser(StreamParser):
         super().__init__()
         self.tools = {tool.name: tool for tool in tools}
         self.num_calls = 0
-        self._space = ""  # content that may turn out to stand beside a call
-        self._beside_call = False
+        self.has_arguments = False  # the call that began last
+        self._space = ""  # of the content, unless a call follows or nothing does
+        self._said = self._after_call = False
 
     def make_id(self) -> str:
         return f"call_{uuid.uuid4().hex[:24]}"
 
     def emit(self, part: Part) -> None:
-        if isinstance(part, ContentDelta):
-            text = self._space + part.text
-            if self._beside_call:
-                text = text.lstrip()
-            kept = text.rstrip()
-            self._space = text[len(kept) :]
-            if kept:
-                self._beside_call = False
-                super().emit(ContentDelta(kept))
-        else:
-            self._space = ""
+        if not isinstance(part, ContentDelta):
             super().emit(part)
+            return
+        text = self._space + part.text
+        if self.num_calls and not self._said:
+            text = text.lstrip()
+        kept = text.rstrip()
+        self._space = text[len(kept) :]
+        if kept:
+            self._said, self._after_call = True, False
+            super().emit(ContentDelta(kept))
 
     def finish(self) -> list[Part]:
         parts = super().finish()
-        if self._space and not self._beside_call:
+        if self._space and not self._after_call:
             parts.append(ContentDelta(self._space))
         return parts
 
@@ -67,10 +69,12 @@ class ToolParser(StreamParser):
         self.source.release()
         self.emit(ToolCallDelta(self.num_calls, "", call_id or self.make_id(), name))
         self.num_calls += 1
-        self._beside_call = True
+        self.has_arguments = False
+        self._after_call = True
 
     def arguments(self, text: str) -> None:
         """More of the arguments of the call that began last."""
+        self.has_arguments = self.has_arguments or bool(text)
         self.emit(ToolCallDelta(self.num_calls - 1, text))
 
     def reject(self) -> None:
@@ -78,27 +82,28 @@ class ToolParser(StreamParser):
         self.content(self.source.since_mark())
 
     def json_arguments(self) -> Reading[bool]:
-        """Reads a value as the arguments of the call that began last: an object; a string that spells one; null."""
+        """Reads a value as the arguments of the call that began last: an object; a string that spells one; null or
+        nothing, for none."""
         first = yield from self.source.peek()
         if first == "{":
             return (yield from self.source.json_value(self.arguments))
         value: list[str] = []
         complete = yield from self.source.json_value(value.append)
         self.arguments(_spelled("".join(value)))
-        return complete
+        return complete or not value
 
-    def json_call(self, only_known: bool = False) -> Reading[bool]:
+    def json_call(self, names: Collection[str] | None = None) -> Reading[bool]:
         """Reads `{"name": ..., "arguments": {...}}`, in whichever order. False: what was read is not a whole call; what
-        no delta tells of it is since the mark, which the caller has set.
+        no delta tells of it is since the mark, which the caller has set."""
+        return (yield from self.source.accept("{")) and (yield from self.json_fields(names))
 
-        `only_known`: a name that is no tool's makes it no call.
-        """
+    def json_fields(self, names: Collection[str] | None = None) -> Reading[bool]:
+        """The same once the brace was read. With `names`, for formats in which any JSON may come: it is only a call if
+        it has one of these names, has arguments, and has no other fields."""
         source = self.source
         name: str | None = None
         held: str | None = None  # arguments that came before the name
         told = False
-        if not (yield from source.accept("{")):
-            return False
         while True:
             yield from source.space()
             key = yield from source.json_string()
@@ -108,7 +113,7 @@ class ToolParser(StreamParser):
             yield from source.space()
             if key == "name" and name is None:
                 name = yield from source.json_string()
-                if not name or (only_known and name not in self.tools):
+                if not name or (names is not None and name not in names):
                     return False
                 if held is not None:
                     self.begin_call(name)
@@ -127,26 +132,28 @@ class ToolParser(StreamParser):
                     if not (yield from self.json_arguments()):
                         return False
                     source.mark()
+            elif names is not None and key not in OTHER_KEYS:
+                return False
             elif not (yield from source.json_value(_drop)):
                 return False
             yield from source.space()
             if not (yield from source.accept(",")):
                 break
-        if not (yield from source.accept("}")) or name is None:
+        if not (yield from source.accept("}")) or name is None or not (told or names is None):
             return False
         if not told:
             self.begin_call(name)
             self.arguments("{}")
         return True
 
-    def json_calls(self, only_known: bool = False) -> Reading[bool]:
+    def json_calls(self) -> Reading[bool]:
         """Reads one such object or an array of them."""
         source = self.source
         if not (yield from source.accept("[")):
-            return (yield from self.json_call(only_known))
+            return (yield from self.json_call())
         while True:
             yield from source.space()
-            if not (yield from self.json_call(only_known)):
+            if not (yield from self.json_call()):
                 return False
             source.mark()
             yield from source.space()
@@ -160,13 +167,13 @@ def _drop(_: str) -> None:
 
 def _spelled(value: str) -> str:
     """Arguments that are not an object, as one if they mean one."""
-    if value == "null":
+    if value in ("", "null"):
         return "{}"
     if value.startswith('"'):
         try:
             inner = json.loads(value, strict=False)
             if isinstance(json.loads(inner), dict):
-                return inner.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+                return whole_characters(inner)
         except ValueError:
             pass
     return value

@@ -1,0 +1,48 @@
+"""Calls that a grammar forces: `tool_choice` "required" and a function's name. They are plain JSON whatever the model,
+as in vLLM, so these need no parser of the model's own format."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from serving.decoding.text_source import Reading
+from serving.decoding.tools.base import Tool, ToolParser
+
+
+class RequiredToolParser(ToolParser):
+    """A list of `{"name": ..., "parameters": {...}}`."""
+
+    def run(self) -> Reading[None]:
+        yield from self.source.space()
+        self.source.mark()
+        if (yield from self.json_calls()):
+            self.source.release()
+        self.reject()
+
+
+class NamedToolParser(ToolParser):
+    """The arguments of the one tool."""
+
+    def run(self) -> Reading[None]:
+        yield from self.source.space()
+        if (yield from self.source.peek()):
+            self.begin_call(next(iter(self.tools)))
+            yield from self.source.rest(self.arguments)
+
+
+def arguments_schema(tool: Tool) -> dict[str, Any]:
+    return tool.parameters or {"type": "object", "properties": {}}
+
+
+def required_schema(tools: Sequence[Tool], parallel: bool) -> dict[str, Any]:
+    """JSON schema of the list of calls."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool.name}, "parameters": arguments_schema(tool)},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    return schema if parallel else schema | {"maxItems": 1}
