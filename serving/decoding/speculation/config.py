@@ -28,7 +28,7 @@ METHODS_OF: dict[str, tuple[Method, ...]] = {
     "suffix_decoding_max_spec_factor": ("suffix",),
     "suffix_decoding_min_token_prob": ("suffix",),
     "suffix_decoding_tree": ("suffix",),
-    "draft_sample_method": ("draft_model", "mtp"),
+    "draft_sample_method": ("draft_model", "mtp", "dflash"),
     "rejection_sample_method": ("medusa",),
     "posterior_threshold": ("medusa",),
     "posterior_alpha": ("medusa",),
