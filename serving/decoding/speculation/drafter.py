@@ -32,6 +32,7 @@ class DraftLength(Protocol):
         """How long a step of only decoding rows took, from one result to the next. num_drafts: as chosen."""
         ...
 
-    def observe_rows(self, proposed: Sequence[int], accepted: Sequence[int]) -> None:
-        """Of each row that had drafts: how many, and how many were accepted."""
+    def observe_rows(self, num_drafts: int, accepted: Sequence[int]) -> None:
+        """Of each decoding row of a step: how many drafts were accepted, 0 too where it had none, of the `num_drafts`
+        that it might have had."""
         ...

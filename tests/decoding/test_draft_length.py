@@ -1,0 +1,161 @@
+"""Draft lengths against the theory of speculation, by simulation: E tokens = (1 - a^(k+1)) / (1 - a) of a row and step,
+a: acceptance of a draft."""
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from serving.decoding.speculation.acceptance import Acceptance
+from serving.decoding.speculation.adaptive import MARGIN, GoodputLength
+from serving.decoding.speculation.config import SpeculativeConfig
+from serving.decoding.speculation.drafter import DraftLength
+from serving.decoding.speculation.lengths import FixedLength, TableLength
+from serving.decoding.speculation.make import make_length
+
+Of = Callable[[int], float]  # of a step's number
+
+
+def expected_tokens(length: int, acceptance: float) -> float:
+    return (1 - acceptance ** (length + 1)) / (1 - acceptance)
+
+
+class Simulation:
+    """`rows` sequences whose steps take `seconds(length)`, times a noise; drafts are accepted with a chance that may
+    change from step to step."""
+
+    def __init__(self, length: DraftLength, rows: int, seconds: Callable[[int], float], *, noise: float = 0.05,
+                 speed: Of = lambda step: 1.0):  # fmt: skip
+        self.length, self.rows, self.seconds, self.noise, self.speed = length, rows, seconds, noise, speed
+        self.chosen: list[int] = []
+        self.tokens = self.ideal_tokens = 0.0
+        self._rng = Random(0)
+
+    def run(self, num_steps: int, acceptance: float, among: tuple[int, ...]) -> float:
+        """Returns tokens a second, as a share of what the best of some lengths would have brought."""
+        tokens = time = 0.0
+        best = max(expected_tokens(k, acceptance) / self.seconds(k) for k in (0, *among)) * self.rows
+        for _ in range(num_steps):
+            k = self.length.choose(self.rows)
+            speed = self.speed(len(self.chosen))
+            took = self.seconds(k) / speed * self._rng.uniform(1 - 2 * self.noise, 1 + 2 * self.noise)
+            accepted = [min(k, int(math.log(1 - self._rng.random(), acceptance))) for _ in range(self.rows)]
+            if k:
+                self.length.observe_rows(k, accepted)
+            self.length.observe_step(self.rows, k, took)
+            self.chosen.append(k)
+            tokens, time = tokens + self.rows + sum(accepted), time + took * speed
+        return tokens / time / best
+
+    def most_chosen(self, last: int) -> int:
+        return max(self.chosen, key=self.chosen[-last:].count)
+
+
+LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 13, 17, 24)
+BEST = {  # by cost of a draft, for acceptances of 0.5, 0.6, ... 0.9
+    0.01: (5, 7, 9, 14, 24),
+    0.05: (3, 4, 6, 8, 13),
+    0.10: (2, 3, 4, 6, 10),
+    0.20: (1, 2, 3, 4, 7),
+    0.30: (1, 1, 2, 3, 5),
+}
+
+
+@pytest.mark.parametrize("cost", BEST)
+def test_finds_the_best_length(cost):
+    for acceptance, best in zip((0.5, 0.6, 0.7, 0.8, 0.9), BEST[cost], strict=True):
+        simulation = Simulation(GoodputLength(LENGTHS), 8, lambda k: 0.01 * (1 + cost * k))
+        share = simulation.run(700, acceptance, LENGTHS)
+        goodput = {k: expected_tokens(k, acceptance) / (1 + cost * k) for k in LENGTHS}
+        nearest = LENGTHS.index(min(LENGTHS, key=lambda k: abs(k - best)))
+        chosen = simulation.most_chosen(last=350)
+        # The optimum is flat: what is as good within the margin need not be left.
+        as_good = goodput[chosen] > (1 - MARGIN) * max(goodput.values())
+        assert abs(LENGTHS.index(chosen) - nearest) <= 1 or as_good, (acceptance, best, chosen)
+        assert share > 0.95, (acceptance, share)
+
+
+@pytest.mark.parametrize("lengths", [(1, 3, 8), (3, 8, 24), (5,)])
+@pytest.mark.parametrize(("rows", "cost"), [(1, 0.2), (4, 0.15), (16, 0.3), (32, 0.9)])
+def test_costs_little_where_it_never_pays(lengths, rows, cost):
+    simulation = Simulation(GoodputLength(lengths), rows, lambda k: 0.02 * (1 + cost * k))
+    assert simulation.run(600, 0.05, lengths) > 0.97
+    assert simulation.most_chosen(last=300) == 0
+
+
+def test_follows_the_workload_both_ways():
+    lengths = (1, 3, 8)
+    for rows, share in ((1, 0.88), (8, 0.95)):
+        simulation = Simulation(GoodputLength(lengths), rows, lambda k: 0.02 * (1 + 0.15 * k))
+        for acceptance in (0.05, 0.95, 0.05, 0.95):
+            assert simulation.run(1000, acceptance, lengths) > share, (rows, acceptance)
+
+
+def test_does_not_go_back_and_forth():
+    """Two lengths are nearly as good, and the machine's speed moves by a half."""
+    lengths = (2, 3)
+    simulation = Simulation(
+        GoodputLength(lengths), 8, lambda k: 0.02 * (1 + 0.1 * k), speed=lambda step: 1.25 + 0.25 * math.sin(step / 50)
+    )
+    assert simulation.run(3000, 0.55, lengths) > 0.95
+    settled = [k for k, before in zip(simulation.chosen[1:], simulation.chosen, strict=False) if k == before]
+    runs = 1 + sum(a != b for a, b in pairwise(settled))
+    assert runs <= 2 * 3000 // 64 * 1.2  # trials and the way back; one more change of mind in ten of them
+
+
+def test_rows_of_other_numbers_have_other_lengths():
+    length = GoodputLength((1, 3, 8))
+    few = Simulation(length, 1, lambda k: 0.01 * (1 + 0.02 * k))
+    many = Simulation(length, 32, lambda k: 0.02 * (1 + 0.9 * k))
+    for _ in range(3):
+        few.run(300, 0.7, (1, 3, 8))
+        many.run(300, 0.7, (1, 3, 8))
+    assert (few.most_chosen(last=200), many.most_chosen(last=200)) == (8, 0)
+
+
+def test_same_observations_same_choices():
+    def chosen() -> list[int]:
+        simulation = Simulation(GoodputLength((1, 3, 8)), 4, lambda k: 0.02 * (1 + 0.2 * k))
+        simulation.run(500, 0.6, (1, 3, 8))
+        return simulation.chosen
+
+    assert chosen() == chosen()
+
+
+def test_choices_need_no_observations():
+    """Steps that also compute prompts are not observed: the server may have no others for a while."""
+    length = GoodputLength((2, 4))
+    assert [length.choose(3) for _ in range(100)] == [0] * 100
+    length.observe_rows(4, [])
+    assert length.choose(3) == 0
+
+
+def test_acceptance_is_of_all_rows():
+    acceptance = Acceptance(4)
+    for _ in range(200):
+        acceptance.observe(4, [0, 0, 4, 2])
+    assert acceptance.expected_tokens(4) == pytest.approx(1 + (4 + 2) / 4, abs=0.06)
+    assert acceptance.expected_tokens(2) == pytest.approx(1 + (2 + 2) / 4, abs=0.06)
+    assert acceptance.expected_tokens(0) == 1
+    acceptance.age()
+    for _ in range(8):
+        acceptance.observe(4, [0, 0, 0, 0])
+    assert acceptance.expected_tokens(4) < 1.6  # what is old counts for less
+
+
+def test_table():
+    """Ranges are inclusive, a gap goes on with the one before, and so do both ends."""
+    length = TableLength(((4, 16, 3), (64, 128, 2), (256, 4096, 0)))
+    rows = (1, 4, 16, 17, 63, 64, 128, 200, 256, 4096, 9000)
+    assert [length.choose(n) for n in rows] == [3, 3, 3, 3, 3, 2, 2, 2, 0, 0, 0]
+
+
+def test_the_config_says_which():
+    given = {"method": "ngram", "num_speculative_tokens": 8}
+    assert type(make_length(SpeculativeConfig.of(given))) is GoodputLength
+    fixed = make_length(SpeculativeConfig.of(given | {"adaptive": False}))
+    assert type(fixed) is FixedLength and fixed.choose(7) == 8
+    table = make_length(SpeculativeConfig.of(given | {"num_speculative_tokens_per_batch_size": {"1-4": 2, "5": 0}}))
+    assert [table.choose(n) for n in (1, 4, 5, 6)] == [2, 2, 0, 0]
