@@ -6,8 +6,7 @@ from typing import Any
 import msgspec
 from pydantic import TypeAdapter
 
-from serving.api.http.responses_api.objects import OutputItem
-from serving.api.http.responses_api.request import (
+from serving.api.http.responses_api.items import (
     FunctionCallItem,
     FunctionCallOutputItem,
     InputItem,
@@ -15,6 +14,7 @@ from serving.api.http.responses_api.request import (
     MessageItem,
     ReasoningItem,
 )
+from serving.api.http.responses_api.objects import OutputItem
 from serving.errors import InvalidRequest
 
 _ITEM: TypeAdapter[Item] = TypeAdapter(InputItem)

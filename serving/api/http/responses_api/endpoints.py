@@ -12,9 +12,10 @@ from starlette.responses import Response
 from serving.api.http.body import read_body
 from serving.api.http.responses_api.conversation import output_as_input
 from serving.api.http.responses_api.events import Event, frame
+from serving.api.http.responses_api.items import Item
 from serving.api.http.responses_api.making import Making, make_response, prepare_response
 from serving.api.http.responses_api.objects import DeletedResponse, ResponseObject
-from serving.api.http.responses_api.request import LOGPROBS, Item, ResponsesRequest, RetrieveQuery
+from serving.api.http.responses_api.request import LOGPROBS, ResponsesRequest, RetrieveQuery
 from serving.api.http.responses_api.store import EventLog, ResponseStore, Stored
 from serving.api.http.responses_api.writer import ResponseWriter
 from serving.api.http.sending import event_stream, json_response, json_when_done

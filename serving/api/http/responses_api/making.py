@@ -6,14 +6,14 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
 
-from serving.api.generation import Delta, generate
-from serving.api.http.chat import Chat, chat_prompt_ids, prepare
+from serving.api.http.chat import Chat, prepare
+from serving.api.http.chat_prompt import chat_prompt_ids
 from serving.api.http.logprobs import chat_logprobs
-from serving.api.http.requests import ChatCompletionRequest, ChatMessage, SamplerFields
-from serving.api.http.responses_api.conversation import input_items, to_messages, turns, without_turns_before
+from serving.api.http.responses_api.as_chat import renamed, to_chat
+from serving.api.http.responses_api.conversation import input_items, turns, without_turns_before
 from serving.api.http.responses_api.events import Event
+from serving.api.http.responses_api.items import Item
 from serving.api.http.responses_api.objects import (
     InputTokensDetails,
     OutputLogprob,
@@ -22,18 +22,15 @@ from serving.api.http.responses_api.objects import (
     ResponseObject,
     ResponseUsage,
 )
-from serving.api.http.responses_api.request import Item, ResponsesRequest
+from serving.api.http.responses_api.request import ResponsesRequest
 from serving.api.http.responses_api.store import ResponseStore
+from serving.api.http.responses_api.token_parts import TokenParts
 from serving.api.http.responses_api.writer import ResponseWriter
 from serving.api.service import Service
-from serving.decoding.parts import ContentDelta
 from serving.errors import EngineDead, InvalidRequest
+from serving.request import Logprobs
 
 log = logging.getLogger(__name__)
-# Where a chat's field is not called so here.
-FIELDS = {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs",
-          "max_completion_tokens": "max_output_tokens", "response_format": "text.format",
-          "structured_outputs": "text.format", "reasoning_effort": "reasoning.effort"}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +41,6 @@ class Making:
     response: ResponseObject
     chat: Chat
     conversation: Sequence[Item]  # before the output; nothing is missing that truncation left out of the prompt
-
-
-def _renamed(error: InvalidRequest) -> InvalidRequest:
-    old = error.param or ""
-    name, message = FIELDS.get(old, error.param), str(error)
-    return InvalidRequest(f"{name}{message[len(old):]}" if old and message.startswith(f"{old} ") else message, name)
 
 
 def _continued(body: ResponsesRequest, store: ResponseStore) -> list[Item]:
@@ -65,17 +56,6 @@ def _continued(body: ResponsesRequest, store: ResponseStore) -> list[Item]:
     return [*previous.conversation, *items]
 
 
-def _chat_request(body: ResponsesRequest, items: Sequence[Item]) -> ChatCompletionRequest:
-    fields: dict[str, Any] = {name: getattr(body, name) for name in SamplerFields.model_fields}
-    messages = [ChatMessage.model_validate(message) for message in to_messages(items, body.instructions)]
-    return ChatCompletionRequest.model_construct(**fields | {
-        "messages": messages,
-        "chat_template_kwargs": body.chat_template_kwargs,
-        "logprobs": body.wants_logprobs,
-        "top_logprobs": body.top_logprobs,
-    })
-
-
 async def _truncated(service: Service, body: ResponsesRequest, items: Sequence[Item]) -> Sequence[Item]:
     """The items without as few of the oldest turns as leave room for the output: what it may take at most, or a
     quarter of the context, but never more than half."""
@@ -83,7 +63,7 @@ async def _truncated(service: Service, body: ResponsesRequest, items: Sequence[I
     room = limit - min(body.max_output_tokens or limit // 4, limit // 2)
 
     async def fits(some: Sequence[Item]) -> bool:
-        return len(await chat_prompt_ids(service, _chat_request(body, some))) <= room
+        return len(await chat_prompt_ids(service, to_chat(body, some), needs_tools=False)) <= room
 
     if await fits(items):
         return items
@@ -132,17 +112,17 @@ async def prepare_response(service: Service, body: ResponsesRequest, store: Resp
     conversation = _continued(body, store)
     try:
         shown = await _truncated(service, body, conversation) if body.truncation == "auto" else conversation
-        chat = await prepare(service, _chat_request(body, shown), default_max_tokens=body.max_output_tokens)
+        chat = await prepare(service, to_chat(body, shown), default_max_tokens=body.max_output_tokens)
     except InvalidRequest as error:
-        raise _renamed(error) from error
+        raise renamed(error) from error
     return Making(body=body, response=_new_response(service, body), chat=chat, conversation=conversation)
 
 
-def _logprobs(service: Service, delta: Delta) -> list[OutputLogprob]:
+def _logprobs(service: Service, logprobs: Sequence[Logprobs]) -> list[OutputLogprob]:
     return [
         OutputLogprob(token.token, token.logprob, token.bytes,
                       [OutputTopLogprob(top.token, top.logprob, top.bytes) for top in token.top_logprobs])
-        for token in chat_logprobs(service.tokenizer, delta.logprobs).content
+        for token in chat_logprobs(service.tokenizer, logprobs).content
     ]  # fmt: skip
 
 
@@ -154,22 +134,24 @@ def _usage(making: Making, cached: int, generated: int, reasoning: int) -> Respo
 
 async def _written(service: Service, making: Making, writer: ResponseWriter,
                    interval: int | None) -> AsyncGenerator[Event]:
+    reader = TokenParts(making.chat.reader.parser())
     cached = generated = 0
     started = False
-    async with aclosing(generate(service, making.chat.requests, interval)) as stream:
+    async with aclosing(making.chat.generate(service, interval)) as stream:
         async for delta in stream:
             if not started:
                 started, cached = True, delta.num_cached_tokens
                 for event in writer.start():
                     yield event
             generated += len(delta.token_ids)
-            if delta.text or delta.logprobs:
-                for event in writer.add(ContentDelta(delta.text), _logprobs(service, delta)):
+            for part, logprobs in reader.feed(delta):
+                for event in writer.add(part, _logprobs(service, logprobs)):
                     yield event
             if delta.finish_reason == "abort":
                 raise EngineDead("the server shut down before the response was complete")
             if delta.finish_reason is not None:
-                for event in writer.finish(delta.finish_reason, _usage(making, cached, generated, 0)):
+                usage = _usage(making, cached, generated, reader.num_reasoning_tokens)
+                for event in writer.finish(delta.finish_reason, usage):
                     yield event
 
 
@@ -185,9 +167,9 @@ async def make_response(service: Service, making: Making, writer: ResponseWriter
                 yield event
             return
         except Exception as error:
-            if not started:
-                raise
-            log.error("response %s failed", making.response.id, exc_info=error)
-            failure = error
+            failure = renamed(error) if isinstance(error, InvalidRequest) else error
+    if not started:
+        raise failure
+    log.error("response %s failed", making.response.id, exc_info=failure)
     for event in writer.fail(failure):
         yield event

@@ -6,155 +6,42 @@ only one meaning here no other value is taken.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, Tag, model_validator
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
 from serving import validation as rules
-from serving.api.http.requests import Body, LogprobCount, NotYet, SamplerFields
+from serving.api.http.body import Body
+from serving.api.http.format_fields import JsonSchemaFormat, StructuredOutputsFields
+from serving.api.http.requests import LogprobCount, NotYet, ReasoningEffort, SamplerFields
+from serving.api.http.responses_api.items import Id, InputItem, Unused, by_type, known_types
+from serving.api.http.tool_fields import MAX_TOOLS, Function, ToolName
 
 LOGPROBS = "message.output_text.logprobs"
 Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 MAX_ITEMS = 4096
-MAX_TOOLS = 128
-Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-Id = Annotated[str, StringConstraints(min_length=1, max_length=rules.MAX_ID_CHARS)]
-Unused = Field(description="Accepted and not used")
-Status = Literal["in_progress", "completed", "incomplete"]
 
 
-def _known(kinds: tuple[str, ...], default: str | None = None) -> BeforeValidator:
-    """Refuses objects whose `type` is none of `kinds` in words that name it."""
-
-    def check(value: Any) -> Any:
-        kind = value.get("type", default) if isinstance(value, dict) else kinds[0]
-        if kind not in kinds:
-            raise PydanticCustomError("unknown_type", "type {kind} is not supported, must be {known}",
-                                      {"kind": repr(kind)[:60], "known": " or ".join(map(repr, kinds))})
-        return value
-
-    return BeforeValidator(check)
+def _only_false(value: bool) -> bool:
+    if value:
+        raise PydanticCustomError("only_false", "only false is supported")
+    return value
 
 
-def _by_type(default: str | None = None) -> Discriminator:
-    def kind(value: Any) -> str:
-        given = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
-        return f"<{given or default}>"  # in brackets: not taken for a field when an error is explained
-
-    return Discriminator(kind)
+# Not Literal[False]: 0 would pass as it.
+OnlyFalse = Annotated[bool, Field(json_schema_extra={"const": False}), AfterValidator(_only_false)]
 
 
-class InputText(Body):
-    type: Literal["input_text"]
-    text: str
-
-
-class OutputText(Body):
-    """What a message of ours carried."""
-
-    type: Literal["output_text"]
-    text: str
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    logprobs: Annotated[list[Any] | None, Unused] = None
-
-
-class Refusal(Body):
-    type: Literal["refusal"]
-    refusal: str
-
-
-Part = Annotated[
-    Annotated[InputText, Tag("<input_text>")]
-    | Annotated[OutputText, Tag("<output_text>")]
-    | Annotated[Refusal, Tag("<refusal>")],
-    _by_type(), _known(("input_text", "output_text", "refusal")),
-]  # fmt: skip
-
-
-class MessageItem(Body):
-    type: Literal["message"] | None = None
-    role: Literal["user", "assistant", "system", "developer"]
-    content: str | Annotated[list[Part], Field(fail_fast=True)]
-    id: Annotated[str | None, Unused] = None
-    status: Annotated[Status | None, Unused] = None
-    phase: NotYet = None
-
-    def text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
-        return "\n".join(part.refusal if isinstance(part, Refusal) else part.text for part in self.content)
-
-
-class FunctionCallItem(Body):
-    type: Literal["function_call"]
-    call_id: Id
-    name: Name
-    arguments: str
-    id: Annotated[str | None, Unused] = None
-    status: Annotated[Status | None, Unused] = None
-    namespace: NotYet = None
-    caller: NotYet = None
-
-
-class FunctionCallOutputItem(Body):
-    type: Literal["function_call_output"]
-    call_id: Id
-    output: str | Annotated[list[InputText], Field(fail_fast=True)]
-    id: Annotated[str | None, Unused] = None
-    status: Annotated[Status | None, Unused] = None
-
-    def text(self) -> str:
-        return self.output if isinstance(self.output, str) else "\n".join(part.text for part in self.output)
-
-
-class SummaryText(Body):
-    type: Literal["summary_text"]
-    text: str
-
-
-class ReasoningText(Body):
-    type: Literal["reasoning_text"]
-    text: str
-
-
-class ReasoningItem(Body):
-    type: Literal["reasoning"]
-    summary: list[SummaryText]
-    content: list[ReasoningText] | None = None
-    id: Annotated[str | None, Unused] = None
-    status: Annotated[Status | None, Unused] = None
-    encrypted_content: NotYet = None
-
-    def text(self) -> str:
-        """The reasoning itself where it is known, else its summary."""
-        return "\n".join(part.text for part in self.content or self.summary)
-
-
-Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
-ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
-InputItem = Annotated[
-    Annotated[MessageItem, Tag("<message>")]
-    | Annotated[FunctionCallItem, Tag("<function_call>")]
-    | Annotated[FunctionCallOutputItem, Tag("<function_call_output>")]
-    | Annotated[ReasoningItem, Tag("<reasoning>")],
-    _by_type("message"), _known(ITEM_TYPES, "message"),
-]  # fmt: skip
-
-
-class FunctionTool(Body):
+class FunctionTool(Function):
     type: Literal["function"]
-    name: Name
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
     output_schema: NotYet = None
     allowed_callers: NotYet = None
-    defer_loading: Literal[False] | None = None
+    defer_loading: OnlyFalse | None = None
 
 
 class FunctionName(Body):
     type: Literal["function"]
-    name: Name
+    name: ToolName
 
 
 class AllowedTools(Body):
@@ -165,7 +52,7 @@ class AllowedTools(Body):
 
 Choice = Annotated[
     Annotated[FunctionName, Tag("<function>")] | Annotated[AllowedTools, Tag("<allowed_tools>")],
-    _by_type(), _known(("function", "allowed_tools")),
+    by_type(), known_types(("function", "allowed_tools")),
 ]  # fmt: skip
 
 
@@ -177,19 +64,15 @@ class JsonObject(Body):
     type: Literal["json_object"]
 
 
-class JsonSchema(Body):
+class JsonSchema(JsonSchemaFormat):
     type: Literal["json_schema"]
-    name: Name
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    description: str | None = None
-    strict: bool | None = None
 
 
 Format = Annotated[
     Annotated[PlainText, Tag("<text>")]
     | Annotated[JsonObject, Tag("<json_object>")]
     | Annotated[JsonSchema, Tag("<json_schema>")],
-    _by_type(), _known(("text", "json_object", "json_schema")),
+    by_type(), known_types(("text", "json_object", "json_schema")),
 ]  # fmt: skip
 
 
@@ -199,13 +82,13 @@ class TextConfig(Body):
 
 
 class ReasoningConfig(Body):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: ReasoningEffort | None = None
     summary: Annotated[Literal["auto"] | None, Field(description="No summaries: reasoning is sent whole")] = None
     generate_summary: Literal["auto"] | None = None
 
 
 class ResponseStreamOptions(Body):
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: OnlyFalse | None = None
 
 
 def _cross(param: str, message: str) -> PydanticCustomError:
@@ -220,8 +103,9 @@ class ResponsesRequest(SamplerFields):
     include: Annotated[list[Includable], Field(max_length=16)] | None = None
     top_logprobs: LogprobCount | None = None
     text: TextConfig | None = None
+    structured_outputs: StructuredOutputsFields | None = None
     reasoning: ReasoningConfig | None = None
-    tools: Annotated[list[Annotated[FunctionTool, _known(("function",))]],
+    tools: Annotated[list[Annotated[FunctionTool, known_types(("function",))]],
                      Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | Choice | None = None
     parallel_tool_calls: bool | None = None
@@ -257,6 +141,8 @@ class ResponsesRequest(SamplerFields):
             raise _cross("background", "background needs store to be true: what nobody keeps cannot be asked for")
         if self.stream_options is not None and not self.stream:
             raise _cross("stream_options", "stream_options needs stream to be true")
+        if self.structured_outputs and self.text and not isinstance(self.text.format, PlainText | None):
+            raise _cross("structured_outputs", "text.format and structured_outputs are both given, only one may be")
         most = self.max_output_tokens
         if most is not None and (self.min_tokens or 0) > most:
             raise _cross("min_tokens", f"min_tokens is {self.min_tokens}, must be at most max_output_tokens, {most}")

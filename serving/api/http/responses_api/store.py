@@ -5,8 +5,8 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
+from serving.api.http.responses_api.items import Item
 from serving.api.http.responses_api.objects import ResponseObject
-from serving.api.http.responses_api.request import Item
 from serving.errors import NotFound, Overloaded
 
 MAX_RESPONSES = 10_000

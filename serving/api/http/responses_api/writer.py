@@ -78,9 +78,10 @@ class ResponseWriter:
         return due
 
     def finish(self, reason: FinishReason, usage: ResponseUsage) -> list[Event]:
-        """`stop` or `length`."""
+        """`stop` or `length`. There is at least one item, if of nothing."""
         cut = reason == "length"
-        due = self._end("incomplete" if cut else "completed")
+        due = self._begin(ContentDelta("")) if not self.response.output else []
+        due += self._end("incomplete" if cut else "completed")
         response = self.response
         response.usage = usage
         if cut:

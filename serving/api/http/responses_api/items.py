@@ -1,0 +1,133 @@
+"""The items of a conversation as clients send them: messages, calls of functions, their outputs, reasoning."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag
+from pydantic_core import PydanticCustomError
+
+from serving import validation as rules
+from serving.api.http.body import Body
+from serving.api.http.requests import NotYet
+from serving.api.http.tool_fields import ToolName
+
+Id = Annotated[str, StringConstraints(min_length=1, max_length=rules.MAX_ID_CHARS)]
+Unused = Field(description="Accepted and not used")
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+def known_types(kinds: tuple[str, ...], default: str | None = None) -> BeforeValidator:
+    """Refuses objects whose `type` is none of `kinds` in words that name it."""
+
+    def check(value: Any) -> Any:
+        kind = value.get("type", default) if isinstance(value, dict) else kinds[0]
+        if kind not in kinds:
+            raise PydanticCustomError("unknown_type", "type {kind} is not supported, must be {known}",
+                                      {"kind": repr(kind)[:60], "known": " or ".join(map(repr, kinds))})
+        return value
+
+    return BeforeValidator(check)
+
+
+def by_type(default: str | None = None) -> Discriminator:
+    def kind(value: Any) -> str:
+        given = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
+        return f"<{given or default}>"  # in brackets: not taken for a field when an error is explained
+
+    return Discriminator(kind)
+
+
+class InputText(Body):
+    type: Literal["input_text"]
+    text: str
+
+
+class OutputText(Body):
+    """What a message of ours carried."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    logprobs: Annotated[list[Any] | None, Unused] = None
+
+
+class Refusal(Body):
+    type: Literal["refusal"]
+    refusal: str
+
+
+Part = Annotated[
+    Annotated[InputText, Tag("<input_text>")]
+    | Annotated[OutputText, Tag("<output_text>")]
+    | Annotated[Refusal, Tag("<refusal>")],
+    by_type(), known_types(("input_text", "output_text", "refusal")),
+]  # fmt: skip
+
+
+class MessageItem(Body):
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | Annotated[list[Part], Field(fail_fast=True)]
+    id: Annotated[str | None, Unused] = None
+    status: Annotated[Status | None, Unused] = None
+    phase: NotYet = None
+
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "\n".join(part.refusal if isinstance(part, Refusal) else part.text for part in self.content)
+
+
+class FunctionCallItem(Body):
+    type: Literal["function_call"]
+    call_id: Id
+    name: ToolName
+    arguments: str
+    id: Annotated[str | None, Unused] = None
+    status: Annotated[Status | None, Unused] = None
+    namespace: NotYet = None
+    caller: NotYet = None
+
+
+class FunctionCallOutputItem(Body):
+    type: Literal["function_call_output"]
+    call_id: Id
+    output: str | Annotated[list[InputText], Field(fail_fast=True)]
+    id: Annotated[str | None, Unused] = None
+    status: Annotated[Status | None, Unused] = None
+
+    def text(self) -> str:
+        return self.output if isinstance(self.output, str) else "\n".join(part.text for part in self.output)
+
+
+class SummaryText(Body):
+    type: Literal["summary_text"]
+    text: str
+
+
+class ReasoningText(Body):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(Body):
+    type: Literal["reasoning"]
+    summary: list[SummaryText]
+    content: list[ReasoningText] | None = None
+    id: Annotated[str | None, Unused] = None
+    status: Annotated[Status | None, Unused] = None
+    encrypted_content: NotYet = None
+
+    def text(self) -> str:
+        """The reasoning itself where it is known, else its summary."""
+        return "\n".join(part.text for part in self.content or self.summary)
+
+
+Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
+ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[FunctionCallItem, Tag("<function_call>")]
+    | Annotated[FunctionCallOutputItem, Tag("<function_call_output>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")],
+    by_type("message"), known_types(ITEM_TYPES, "message"),
+]  # fmt: skip
