@@ -46,6 +46,8 @@ GROUP_GAUGES: dict[str, tuple[str, Callable[[GroupStats], float]]] = {
 
 GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "vllm:num_requests_waiting": ("Sequences waiting to be scheduled", lambda s: s.num_waiting),
+    "pageloom:spec_decode_draft_length": ("Drafts that a sequence may have in a step; 0: no speculation now",
+                                          lambda s: s.draft_length),
 }
 
 COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
@@ -55,6 +57,9 @@ COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "vllm:prompt_tokens": ("Prompt tokens processed", lambda s: s.prompt_tokens),
     "vllm:prompt_tokens_cached": ("Prompt tokens taken from the prefix cache", lambda s: s.prompt_tokens_cached),
     "vllm:generation_tokens": ("Tokens generated", lambda s: s.generation_tokens),
+    "vllm:spec_decode_num_drafts": ("Times that drafts of a sequence were verified", lambda s: s.num_drafts),
+    "vllm:spec_decode_num_draft_tokens": ("Draft tokens verified", lambda s: s.draft_tokens),
+    "vllm:spec_decode_num_accepted_tokens": ("Draft tokens accepted", lambda s: s.accepted_tokens),
     "pageloom:compile_misses": ("Steps that had to compile while serving; must stay 0", lambda s: s.compile_misses),
     "pageloom:steps": ("Engine steps", lambda s: s.steps),
     "pageloom:batch_tokens": ("Real tokens in steps", lambda s: s.batch_tokens),
@@ -86,6 +91,12 @@ class EngineCollector(Collector):
         for part, value in stats.step_seconds.items():
             seconds.add_metric((*self._labels, part), value)
         yield seconds
+        accepted = CounterMetricFamily("vllm:spec_decode_num_accepted_tokens_per_pos",
+                                       "Draft tokens accepted at a position; in a tree, at a depth",
+                                       labels=(*LABELS, "position"))
+        for position, count in enumerate(stats.accepted_per_position):
+            accepted.add_metric((*self._labels, str(position)), count)
+        yield accepted
         if stats.experts is not None:
             yield from expert_metrics(stats.experts, LABELS, self._labels)
         padded = stats.batch_tokens + stats.batch_padding
