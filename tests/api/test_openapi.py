@@ -43,7 +43,8 @@ def test_every_route_is_documented_with_its_errors(document: dict[str, Any]) -> 
 
 def test_unknown_fields_are_excluded_and_limits_stated(document: dict[str, Any]) -> None:
     schemas = document["components"]["schemas"]
-    for name in ("CompletionRequest", "ChatCompletionRequest", "TokenizeRequest", "DetokenizeRequest", "ChatMessage"):
+    for name in ("CompletionRequest", "ChatCompletionRequest", "TokenizeRequest", "DetokenizeRequest", "ChatMessage",
+                 "ResponsesRequest", "MessageItem", "FunctionTool"):
         assert schemas[name]["additionalProperties"] is False
     properties = schemas["CompletionRequest"]["properties"]
     number = next(option for option in properties["temperature"]["anyOf"] if option["type"] == "number")
@@ -84,6 +85,9 @@ async def test_answers_have_the_documented_form(serve: Serve, document: dict[str
         ("POST", "/v1/chat/completions", {"messages": hi}),
         ("POST", "/v1/chat/completions", {"messages": hi, "logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1,
                                           "return_token_ids": True, "stop_token_ids": [5]}),
+        ("POST", "/v1/responses", {"input": "x", "metadata": {"a": "b"}, "top_logprobs": 2,
+                                   "include": ["message.output_text.logprobs"]}),
+        ("POST", "/v1/responses", {"input": "x", "max_output_tokens": 1}), ("POST", "/v1/responses", {"input": []}),
         ("POST", "/tokenize", {"prompt": "x", "return_token_strs": True}),
         ("POST", "/detokenize", {"tokens": [64]}),
         ("GET", "/v1/models", None), ("GET", "/version", None), ("GET", "/load", None), ("GET", "/server_info", None),
