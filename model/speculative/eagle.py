@@ -75,7 +75,7 @@ class Block(nnx.Module):
 
 class Eagle1(nnx.Module):
     taps: tuple[int, ...] = ()
-    embedding = None
+    embedding: nnx.Param | None = None
 
     def __init__(self, config: ModelConfig, target: ModelConfig, rules: AxisRules, attention: AttentionFn, *,
                  has_bias: bool, rngs: nnx.Rngs, dtype: jnp.dtype):

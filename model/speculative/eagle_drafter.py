@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from model.batch import StepBatch
+from model.build import Kernels
 from model.sampling import SamplingRows
 from model.speculative.common import SparePages, draft_chain, guess_batch, settled_batch, take_rows
 from model.speculative.drafter import Drafts, Settled
@@ -19,9 +20,13 @@ from model.speculative.eagle import EagleNetwork
 from model.speculative.growth import Best, Level, grow_dynamic, grow_static, num_fed
 from model.speculative.trees import DynamicTree, StaticTree, ancestors, depth_first, rerank, words
 from model.vocabulary import embed_tokens
-from pallas_kernels.ragged_paged_attention.api import KVLayout
 
 Tree = StaticTree | DynamicTree
+
+
+def num_guesses(tree: Tree | None, max_drafts: int) -> int:
+    """Of a row, that are fed in a step and need a place."""
+    return max_drafts - 1 if tree is None else num_fed(tree)
 
 
 class EagleDrafter(nnx.Module):
@@ -29,22 +34,20 @@ class EagleDrafter(nnx.Module):
 
     probabilistic = False
 
-    def __init__(self, network: EagleNetwork, layout: KVLayout, *, max_drafts: int, max_rows: int,
+    def __init__(self, network: EagleNetwork, kernels: Kernels, spares: SparePages, *, max_drafts: int,
                  tree: Tree | None = None):  # fmt: skip
-        """layout: of one page. max_rows: of a data group. tree: None: a chain."""
-        self.network, self.layout, self.max_drafts, self.tree = network, layout, max_drafts, tree
+        """spares: for `num_guesses`. tree: None: a chain."""
+        self.network, self.kernels, self.spares, self.max_drafts, self.tree = network, kernels, spares, max_drafts, tree
         self.taps = network.taps
         if isinstance(tree, DynamicTree) and tree.num_candidates < max_drafts:
             raise ValueError(f"a tree of {tree.top_k} children a token on {tree.depth} levels has "
-                             f"{tree.num_candidates} tokens to choose from, which are no {max_drafts} drafts")
-        guesses = max_drafts - 1 if tree is None else num_fed(tree)
-        self.spare = SparePages(rows=max_rows, guesses=max(guesses, 1), page_size=layout.page_size,
-                                groups=network.rules.num_groups)  # fmt: skip
+                             f"{tree.num_candidates} tokens to choose from, fewer than {max_drafts} drafts")
+        assert spares.guesses >= num_guesses(tree, max_drafts)
 
     def state_shapes(self, num_pages: int) -> jax.ShapeDtypeStruct:
-        layout = self.layout
-        shape = (layout.shape[0], self.spare.with_spares(num_pages), *layout.shape[2:])
-        return jax.ShapeDtypeStruct(shape, layout.dtype, sharding=self.network.rules.sharding(layout.axes, shape))
+        layout = self.kernels.kv_layout(self.network.config, self.spares.with_spares(num_pages))
+        sharding = self.network.rules.sharding(layout.axes, layout.shape)
+        return jax.ShapeDtypeStruct(layout.shape, layout.dtype, sharding=sharding)
 
     def propose(self, state: jax.Array, settled: Settled, batch: StepBatch, rows: SamplingRows, num_drafts: int,
                 embedding: jax.Array, output_matrix: jax.Array) -> tuple[Drafts, jax.Array]:  # fmt: skip
@@ -64,11 +67,11 @@ class _Run:
 
     def __init__(self, drafter: EagleDrafter, settled: Settled, batch: StepBatch, embedding: jax.Array,
                  output_matrix: jax.Array, pages: jax.Array):  # fmt: skip
-        self.network, self.rules, self.groups = drafter.network, drafter.network.rules, drafter.spare.groups
+        self.network, self.rules, self.groups = drafter.network, drafter.network.rules, drafter.spares.groups
         self.settled, self.batch, self.output_matrix, self.pages = settled, batch, output_matrix, pages
         own = self.network.embedding
         self.embedding = embedding if own is None else own[...]
-        self.table = drafter.spare.table(batch, pages.shape[1])
+        self.table = drafter.spares.table(batch, pages.shape[1])
         self._levels: list[Level] = []
 
     def take_in(self) -> Float[Array, "S D"]:

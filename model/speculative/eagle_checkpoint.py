@@ -1,0 +1,151 @@
+"""Published EAGLE checkpoints: their configs and the names of their tensors.
+
+Folders as of SafeAILab/EAGLE and what was trained after it (vLLM, SGLang and SpecForge read the same), and of
+`speculators`, which calls EAGLE-3's layer `layers.0` and describes it in `transformer_layer_config`. Their tensors are
+read from safetensors.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from checkpoints.tensors import ParamSource, TensorSource
+from model.config import ModelConfig
+from model.families.names import LLAMA
+from model.families.registry import read_config
+
+Path = tuple[str, ...]
+
+# What `speculators` writes beside the layer's config: how the head was trained, and by what.
+_OF_TRAINING = ("architectures", "auto_map", "dtype", "model_type", "speculators_config", "speculators_version",
+                "speculators_model_type", "embed_requires_grad", "enable_sp_ulysses", "tie_word_embeddings",
+                "torch_dtype", "transformers_version")  # fmt: skip
+# It leaves out of the layer's config what is as in transformers' LlamaConfig.
+_LLAMA_DEFAULTS = dict(model_type="llama", vocab_size=32000, hidden_size=4096, intermediate_size=11008,
+                       num_attention_heads=32)  # fmt: skip
+FROZEN = ("embed_tokens.weight",)  # EAGLE-1 has a copy of the target's embeddings, which its training leaves alone
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config:
+    model: ModelConfig  # the drafter's layer; vocab_size: of the target
+    taps: tuple[int, ...]
+    target_hidden: int
+    draft_vocab: int
+    normed_residual: bool
+
+
+def read_eagle1(hf: Mapping[str, Any], target: ModelConfig, context: int | None) -> ModelConfig:
+    """The drafter's layer. context: the longest sequence that will be served. Raises ValueError."""
+    if "draft_vocab_size" in hf:
+        raise ValueError("draft_vocab_size: this is an EAGLE-3 head; give \"method\": \"eagle3\"")
+    model = _read_layer({key: hf[key] for key in hf if key != "bias"}, target, context)
+    if model.hidden_size != target.hidden_size:
+        raise ValueError(f"the EAGLE head has hidden_size={model.hidden_size}, the target has {target.hidden_size}; "
+                         "use the head of this model")
+    return model
+
+
+def read_eagle3(hf: Mapping[str, Any], target: ModelConfig, context: int | None) -> Eagle3Config:
+    """Raises ValueError."""
+    rest = dict(hf)
+    own = {key: rest.pop(key, None) for key in ("draft_vocab_size", "target_hidden_size", "norm_before_residual",
+                                                "eagle_config", "eagle_aux_hidden_state_layer_ids")}  # fmt: skip
+    for key in ("norm_before_fc", "fc_norm"):
+        if rest.pop(key, None):
+            raise ValueError(f"{key}=true of an EAGLE-3 head is not supported, only heads without that norm")
+    if (kind := rest.get("speculators_model_type", "eagle3")) != "eagle3":
+        raise ValueError(f"speculators_model_type={kind!r} is not supported, only 'eagle3'")
+    if (layer := rest.pop("transformer_layer_config", None)) is not None:
+        rest = {**_LLAMA_DEFAULTS, **layer, **{key: rest[key] for key in rest if key not in _OF_TRAINING}}
+    model = _read_layer(rest, target, context)
+    target_hidden = int(own["target_hidden_size"] or model.hidden_size)
+    if target_hidden != target.hidden_size:
+        raise ValueError(f"the EAGLE-3 head is for features of {target_hidden} numbers, the target has "
+                         f"{target.hidden_size}; use the head of this model")  # fmt: skip
+    return Eagle3Config(
+        model=model, taps=_taps(own["eagle_aux_hidden_state_layer_ids"], own["eagle_config"], target),
+        target_hidden=target_hidden, draft_vocab=int(own["draft_vocab_size"] or model.vocab_size),
+        normed_residual=bool(own["norm_before_residual"]),
+    )  # fmt: skip
+
+
+def _read_layer(hf: Mapping[str, Any], target: ModelConfig, context: int | None) -> ModelConfig:
+    model = read_config(hf, context)
+    if model.num_layers != 1:
+        raise ValueError(f"num_hidden_layers={model.num_layers} of an EAGLE head is not supported, only 1")
+    if model.norms != "input" or model.latent is not None or model.layers[0].moe is not None:
+        raise ValueError(f"model_type={model.family!r} of an EAGLE head is not supported, only layers as Llama's")
+    if model.vocab_size != target.vocab_size:
+        raise ValueError(f"the EAGLE head has vocab_size={model.vocab_size}, the target has {target.vocab_size}; use "
+                         "the head of this model")  # fmt: skip
+    return model
+
+
+def _taps(ids: Any, nested: Mapping[str, Any] | None, target: ModelConfig) -> tuple[int, ...]:
+    """Layers whose inputs are wanted: vLLM's ids mean that too, SGLang's (in `eagle_config`) the layers' outputs."""
+    count, nested = target.num_layers, nested or {}
+    if nested.get("use_aux_hidden_state", True) is not True:
+        raise ValueError("eagle_config.use_aux_hidden_state=false: an EAGLE-3 head without features is not supported")
+    if ids:
+        taps, what = [int(layer) for layer in ids], "eagle_aux_hidden_state_layer_ids"
+    elif outputs := nested.get("eagle_aux_hidden_state_layer_ids"):
+        taps, what = [int(layer) + 1 for layer in outputs], "eagle_config.eagle_aux_hidden_state_layer_ids, one added,"
+    else:
+        taps, what = [2, count // 2, count - 3], "without eagle_aux_hidden_state_layer_ids the features'"
+    if not all(0 <= tap <= count for tap in taps):
+        raise ValueError(f"{what} layers {taps} are not all in 0 to {count}, which the target has")
+    return tuple(taps)
+
+
+_BLOCK = {("block", *path): name for path, name in LLAMA.items()}
+_EAGLE1: Mapping[Path, str] = {("fc",): "fc.weight", ("fc_bias",): "fc.bias"}
+_EAGLE3: Mapping[Path, str] = {
+    ("fc",): "fc.weight", ("norm", "scale"): "norm.weight", ("head",): "lm_head.weight", ("offsets",): "d2t",
+    ("embedding",): "embed_tokens.weight",
+}  # fmt: skip
+_EAGLE3_LAYER: Mapping[Path, str] = {
+    ("embedding_norm", "scale"): "input_layernorm.weight", ("feature_norm", "scale"): "hidden_norm.weight",
+}  # fmt: skip
+_TURNED = ("fc", "q", "k", "v", "o", "gate", "up", "down")  # matrices stored as [out, in]
+
+
+def eagle1_sources(paths: Iterable[Path]) -> dict[Path, ParamSource]:
+    """paths: of the parameters of `model.speculative.eagle.Eagle1`."""
+    inside = {path: f"layers.0.{name}" for path, name in _BLOCK.items()}
+    return {path: _source(path, {**_EAGLE1, **inside}[path]) for path in paths}
+
+
+def eagle3_sources(paths: Iterable[Path], names: Collection[str]) -> dict[Path, ParamSource]:
+    """paths: of the parameters of `model.speculative.eagle.Eagle3`. names: of the checkpoint."""
+    layer = "midlayer" if any(name.startswith("midlayer.") for name in names) else "layers.0"
+    inside = {path: f"{layer}.{name}" for path, name in {**_BLOCK, **_EAGLE3_LAYER}.items()}
+    return {path: _source(path, {**_EAGLE3, **inside}[path]) for path in paths}
+
+
+def _source(path: Path, name: str) -> ParamSource:
+    return ParamSource(names=(name,), stacked=False, transpose=path[-1] in _TURNED)
+
+
+def check_vocabulary(source: TensorSource, config: Eagle3Config) -> None:
+    """Whether `d2t` and `t2d` say the same of which tokens of the target the head knows. Raises ValueError."""
+    names, size = source.names(), config.model.vocab_size
+    if "d2t" not in names:
+        if config.draft_vocab != size:
+            raise ValueError(f"draft_vocab_size={config.draft_vocab} of a vocabulary of {size} needs the tensor d2t, "
+                             "which says which tokens they are")
+        return
+    known = draft_tokens(source.read("d2t"))
+    if len(known) != config.draft_vocab:
+        raise ValueError(f"d2t has {len(known)} tokens, draft_vocab_size={config.draft_vocab}")
+    if known.min() < 0 or known.max() >= size or len(np.unique(known)) != len(known):
+        raise ValueError(f"d2t names tokens outside of the vocabulary of {size}, or one twice")
+    if "t2d" in names and not np.array_equal(np.flatnonzero(source.read("t2d")), np.sort(known)):
+        raise ValueError("d2t and t2d name different tokens: the checkpoint is damaged")
+
+
+def draft_tokens(d2t: np.ndarray) -> np.ndarray:
+    """The target's id of each draft id: d2t holds how much to add."""
+    return np.asarray(d2t, np.int64) + np.arange(len(d2t))

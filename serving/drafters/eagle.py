@@ -1,0 +1,109 @@
+"""EAGLE-1, 2 and 3: a head for the target, from its folder."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from flax import nnx
+
+from checkpoints.tensors import TensorSource
+from model.build import Kernels, choose_kernels, model_rules
+from model.config import ModelConfig
+from model.speculative.eagle import Eagle1, Eagle3, EagleNetwork
+from model.speculative.eagle_checkpoint import (
+    FROZEN,
+    check_vocabulary,
+    eagle1_sources,
+    eagle3_sources,
+    read_eagle1,
+    read_eagle3,
+)
+from model.speculative.eagle_drafter import EagleDrafter, Tree, num_guesses
+from model.speculative.trees import DynamicTree, StaticTree
+from model.transformer import param_axes
+from pallas_kernels.ragged_paged_attention.api import Backend
+from serving.decoding.speculation.config import FLAG, SpeculativeConfig
+from serving.drafters.loading import Surroundings, load_weights, open_drafter
+from serving.errors import ConfigError
+from sharding.rules import AxisRules
+
+DEPTH = 6  # levels of a dynamic tree, as in EAGLE-2's paper
+
+
+def load_eagle(config: SpeculativeConfig, around: Surroundings) -> EagleDrafter:
+    """Raises ConfigError."""
+    check_mesh(around.target.rules)
+    tree = tree_of(config)
+    with open_drafter(config) as (checkpoint, source):
+        load = _load_eagle1 if config.method == "eagle" else _load_eagle3
+        network, kernels, num_tokens = load(checkpoint.config, source, around)
+        _check_width(tree, num_tokens)
+        spares = around.spare_pages(num_guesses(tree, config.most))
+        return EagleDrafter(network, kernels, spares, max_drafts=config.most, tree=tree)
+
+
+def tree_of(config: SpeculativeConfig) -> Tree | None:
+    if config.speculative_token_tree is not None:
+        return StaticTree.of(config.speculative_token_tree)
+    if config.eagle_topk == 1:
+        return None
+    return DynamicTree(top_k=config.eagle_topk, depth=config.eagle_num_steps or min(DEPTH, config.most))
+
+
+def check_mesh(rules: AxisRules) -> None:
+    """Raises ConfigError where the target's layers do not run for all tokens on every device."""
+    for axis, why in (("pipeline", "no stage has the features of all layers"),
+                      ("context", "its steps spread a sequence over devices")):  # fmt: skip
+        if (size := rules.mesh.shape[axis]) > 1:
+            raise ConfigError(f"--mesh {axis}={size} with {FLAG} of an EAGLE head is not supported: {why}; use tensor "
+                              "or data")  # fmt: skip
+
+
+def _check_width(tree: Tree | None, num_tokens: int) -> None:
+    width = 1 if tree is None else tree.top_k if isinstance(tree, DynamicTree) else tree.most_children
+    if width > num_tokens:
+        raise ConfigError(f"{FLAG}: a tree with {width} children of a token is wider than the head's vocabulary of "
+                          f"{num_tokens}")  # fmt: skip
+
+
+Loaded = tuple[EagleNetwork, Kernels, int]  # and the tokens that it knows
+
+
+def _load_eagle1(hf: Mapping[str, Any], source: TensorSource, around: Surroundings) -> Loaded:
+    target = around.target.config
+    model = read_eagle1(hf, target, around.max_model_len)
+    rules, kernels, attend = _kernels(model, around)
+    has_bias = "fc.bias" in source.names()
+    network = nnx.eval_shape(lambda: Eagle1(model, target, rules, attend, has_bias=has_bias, rngs=nnx.Rngs(0),
+                                            dtype=around.dtype))  # fmt: skip
+    sources = eagle1_sources(param_axes(network))
+    network = load_weights(network, rules, source, sources, ignore=FROZEN, progress=around.progress)
+    return network, kernels, model.vocab_size
+
+
+def _load_eagle3(hf: Mapping[str, Any], source: TensorSource, around: Surroundings) -> Loaded:
+    config, names = read_eagle3(hf, around.target.config, around.max_model_len), source.names()
+    check_vocabulary(source, config)
+    has_embedding = "embed_tokens.weight" in names
+    if not has_embedding and config.model.hidden_size != config.target_hidden:
+        raise ValueError(f"the head has hidden_size={config.model.hidden_size} and no embed_tokens.weight, and the "
+                         f"target's embeddings have {config.target_hidden} numbers")  # fmt: skip
+    rules, kernels, attend = _kernels(config.model, around)
+    make = partial(
+        Eagle3, config.model, rules, attend, taps=config.taps, target_hidden=config.target_hidden,
+        draft_vocab=config.draft_vocab, has_offsets="d2t" in names, has_embedding=has_embedding,
+        normed_residual=config.normed_residual, dtype=around.dtype,
+    )  # fmt: skip
+    network = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
+    sources = eagle3_sources(param_axes(network), names)
+    network = load_weights(network, rules, source, sources, ignore=("t2d",), progress=around.progress)
+    return network, kernels, config.draft_vocab
+
+
+def _kernels(model: ModelConfig, around: Surroundings):
+    """(rules, kernels, attention) for the head's own numbers of heads."""
+    rules = model_rules(model, around.target.rules.mesh)
+    kernels = choose_kernels(model, rules, around.dtype, attention_backend=around.attention_backend,
+                             page_size=around.page_size)  # fmt: skip
+    assert isinstance(kernels.attention, Backend)
+    return rules, kernels, kernels.attention.attend
