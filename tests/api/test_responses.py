@@ -11,6 +11,8 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from serving.api.http.app import create_app
+from serving.api.http.responses_api.conversation import turns, without_turns_before
+from serving.api.http.responses_api.request import ResponsesRequest
 from serving.api.http.responses_api.store import ResponseStore
 from serving.api.service import Service
 from tests.api.conftest import Serve, client_of, listening, until
@@ -181,6 +183,16 @@ async def test_truncation_drops_the_oldest_turns(serve: Serve) -> None:
         assert_error(await client.post(URL, json=too_long), 400, "input", "context length")
 
 
+def test_calls_that_truncation_drops_take_their_outputs_along() -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": "1"}
+    say = {"role": "user", "content": "x"}
+    items = ResponsesRequest.model_validate({"input": [say, call, say, output, {**call, "call_id": "d"}]}).input
+    assert not isinstance(items, str) and turns(items) == [0, 2]
+    assert [item.type for item in without_turns_before(items, 2)] == [None, "function_call"]
+    assert without_turns_before(items, 0) == items
+
+
 async def test_in_the_background(serve: Serve) -> None:
     service = serve(gate=asyncio.Event())
     async with client_of(service) as client:
@@ -330,7 +342,7 @@ async def test_the_store_is_bounded(serve: Serve) -> None:
 
         app.state.responses = ResponseStore(max_responses=3)
         assert await kept(await ids(5)) == [False, False, True, True, True]
-        app.state.responses = ResponseStore(max_bytes=5000)
+        app.state.responses = ResponseStore(max_bytes=10_000)
         assert (await kept(await ids(10))).count(True) in range(2, 6)
         service.engine.gate = asyncio.Event()
         app.state.responses = ResponseStore(max_responses=2)

@@ -67,6 +67,9 @@ def turns(items: Sequence[Item]) -> list[int]:
 
 
 def without_turns_before(items: Sequence[Item], start: int) -> list[Item]:
-    """The items from `start` on, and of those before it what the system and the developer said."""
+    """The items from `start` on, and of those before it what the system and the developer said. Outputs of calls that
+    are gone go, too."""
     kept = [item for item in items[:start] if isinstance(item, MessageItem) and item.role in ("system", "developer")]
-    return [*kept, *items[start:]]
+    calls = {item.call_id for item in items[start:] if isinstance(item, FunctionCallItem)}
+    return kept + [item for item in items[start:]
+                   if not isinstance(item, FunctionCallOutputItem) or item.call_id in calls]  # fmt: skip

@@ -1,9 +1,8 @@
 """POST /v1/responses, and what can be done with a response that is stored."""
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Iterable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 import msgspec
 from starlette.requests import Request
@@ -13,16 +12,16 @@ from serving.api.http.body import read_body
 from serving.api.http.responses_api.conversation import output_as_input
 from serving.api.http.responses_api.events import Event, frame
 from serving.api.http.responses_api.items import Item
-from serving.api.http.responses_api.making import Making, make_response, prepare_response
+from serving.api.http.responses_api.making import Making, make_response, prepare_response, report
 from serving.api.http.responses_api.objects import DeletedResponse, ResponseObject
 from serving.api.http.responses_api.request import LOGPROBS, ResponsesRequest, RetrieveQuery
 from serving.api.http.responses_api.store import EventLog, ResponseStore, Stored
 from serving.api.http.responses_api.writer import ResponseWriter
 from serving.api.http.sending import event_stream, json_response, json_when_done
 from serving.api.service import Service
-from serving.errors import InvalidRequest
+from serving.errors import InvalidRequest, Overloaded
 
-log = logging.getLogger(__name__)
+ITEM_BYTES = 1024  # about what an object takes beside its text
 
 
 def _store(request: Request) -> ResponseStore:
@@ -31,15 +30,17 @@ def _store(request: Request) -> ResponseStore:
 
 def _size(response: ResponseObject, conversation: Iterable[Item]) -> int:
     """Bytes, about. A conversation counts whole, though responses that continue one another share it."""
-    return len(msgspec.json.encode(response)) + sum(len(item.model_dump_json()) for item in conversation)
+    return len(msgspec.json.encode(response)) + sum(ITEM_BYTES + len(item.model_dump_json()) for item in conversation)
 
 
 def _keep(store: ResponseStore, making: Making) -> None:
     if making.body.stored:
         conversation = [*making.conversation, *output_as_input(making.response.output)]
         size = _size(making.response, conversation)
-        store.add(Stored(response=making.response, conversation=conversation, num_bytes=size,
-                         has_logprobs=making.body.wants_logprobs))
+        stored = Stored(response=making.response, conversation=conversation, num_bytes=size,
+                        has_logprobs=making.body.wants_logprobs)
+        with suppress(Overloaded):  # it was answered; that it cannot be asked for again is no failure
+            store.add(stored)
 
 
 async def _complete(service: Service, making: Making, store: ResponseStore) -> ResponseObject:
@@ -85,7 +86,7 @@ def _start(service: Service, making: Making, store: ResponseStore) -> Stored:
         if task.cancelled():
             tell(writer.cancel())
         elif (error := task.exception()) is not None:
-            log.error("response %s failed", response.id, exc_info=error)
+            report(response, error)
             tell(writer.fail(error))
         output = output_as_input(response.output)
         stored.conversation = [*making.conversation, *output]

@@ -27,7 +27,7 @@ from serving.api.http.responses_api.store import ResponseStore
 from serving.api.http.responses_api.token_parts import TokenParts
 from serving.api.http.responses_api.writer import ResponseWriter
 from serving.api.service import Service
-from serving.errors import EngineDead, InvalidRequest
+from serving.errors import EngineDead, InvalidRequest, PageloomError
 from serving.request import Logprobs
 
 log = logging.getLogger(__name__)
@@ -155,6 +155,12 @@ async def _written(service: Service, making: Making, writer: ResponseWriter,
                     yield event
 
 
+def report(response: ResponseObject, error: BaseException) -> None:
+    """That it failed, with a traceback if that was a bug."""
+    known = isinstance(error, PageloomError)
+    log.error("response %s failed: %s", response.id, error, exc_info=None if known else error)
+
+
 async def make_response(service: Service, making: Making, writer: ResponseWriter,
                         interval: int | None) -> AsyncGenerator[Event]:
     """The events of making it; `making.response` is complete with the last. An error after the first event makes it a
@@ -170,6 +176,6 @@ async def make_response(service: Service, making: Making, writer: ResponseWriter
             failure = renamed(error) if isinstance(error, InvalidRequest) else error
     if not started:
         raise failure
-    log.error("response %s failed", making.response.id, exc_info=failure)
+    report(making.response, failure)
     for event in writer.fail(failure):
         yield event
