@@ -81,15 +81,23 @@ class PythonicToolParser(ToolParser):
             text.append(letter)
 
     def _string(self, quote: str, text: list[str]) -> Reading[bool]:
+        """The rest of a string, with or without triple quotes, on one line: models break lines in both."""
         source = self.source
+        more, closing = quote * 2, quote
+        if (yield from source.accept(more)):
+            closing += more
+            text.append(more)
         while True:
             yield from source.take(_STRINGS[quote], lambda piece: text.append(piece.replace("\n", "\\n")))
             letter = yield from source.letter()
             if letter == "\\":
                 letter += yield from source.letter()
+            elif letter == quote and (closing == quote or (yield from source.accept(more))):
+                text.append(closing)
+                return True
             text.append(letter)
-            if letter == quote or not letter:
-                return bool(letter)
+            if not letter:
+                return False
 
 
 def _backslash(escape: re.Match[str]) -> str:
