@@ -7,7 +7,7 @@ from typing import Any
 from flax import nnx
 
 from checkpoints.tensors import TensorSource
-from model.build import Kernels, choose_kernels, model_rules
+from model.build import Kernels
 from model.config import ModelConfig
 from model.speculative.eagle import Eagle1, Eagle3, EagleNetwork
 from model.speculative.eagle_checkpoint import (
@@ -25,14 +25,12 @@ from pallas_kernels.ragged_paged_attention.api import Backend
 from serving.decoding.speculation.config import FLAG, SpeculativeConfig
 from serving.drafters.loading import Surroundings, load_weights, open_drafter
 from serving.errors import ConfigError
-from sharding.rules import AxisRules
 
 DEPTH = 6  # levels of a dynamic tree, as in EAGLE-2's paper
 
 
 def load_eagle(config: SpeculativeConfig, around: Surroundings) -> EagleDrafter:
     """Raises ConfigError."""
-    check_mesh(around.target.rules)
     tree = tree_of(config)
     with open_drafter(config) as (checkpoint, source):
         load = _load_eagle1 if config.method == "eagle" else _load_eagle3
@@ -48,15 +46,6 @@ def tree_of(config: SpeculativeConfig) -> Tree | None:
     if config.eagle_topk == 1:
         return None
     return DynamicTree(top_k=config.eagle_topk, depth=config.eagle_num_steps or min(DEPTH, config.most))
-
-
-def check_mesh(rules: AxisRules) -> None:
-    """Raises ConfigError where the target's layers do not run for all tokens on every device."""
-    for axis, why in (("pipeline", "no stage has the features of all layers"),
-                      ("context", "its steps spread a sequence over devices")):  # fmt: skip
-        if (size := rules.mesh.shape[axis]) > 1:
-            raise ConfigError(f"--mesh {axis}={size} with {FLAG} of an EAGLE head is not supported: {why}; use tensor "
-                              "or data")  # fmt: skip
 
 
 def _check_width(tree: Tree | None, num_tokens: int) -> None:
@@ -102,8 +91,6 @@ def _load_eagle3(hf: Mapping[str, Any], source: TensorSource, around: Surroundin
 
 def _kernels(model: ModelConfig, around: Surroundings):
     """(rules, kernels, attention) for the head's own numbers of heads."""
-    rules = model_rules(model, around.target.rules.mesh)
-    kernels = choose_kernels(model, rules, around.dtype, attention_backend=around.attention_backend,
-                             page_size=around.page_size)  # fmt: skip
-    assert isinstance(kernels.attention, Backend)
+    rules, kernels = around.rules_and_kernels(model)
+    assert isinstance(kernels.attention, Backend), "no context axis: `serving.drafters.make` has seen to it"
     return rules, kernels, kernels.attention.attend
