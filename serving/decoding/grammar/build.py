@@ -18,13 +18,14 @@ FIELD = "structured_outputs"
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
-def grammar_of(outputs: StructuredOutputs, special_tokens: Mapping[str, int], *, after: str | None = None) -> str:
+def grammar_of(outputs: StructuredOutputs, special_tokens: Mapping[str, int], *,
+               after: tuple[str, str] | None = None) -> str:
     """special_tokens: the tokenizer's, by their text, which a structural tag may spell. after: the output begins with
-    any text (a model's reasoning) up to this marker, and only then follows the grammar. Raises InvalidRequest."""
+    the first, any text (a model's reasoning) and the second, and only then follows the grammar. Raises InvalidRequest."""
     kind, lark = _kind(outputs), Lark(special_tokens)
     main = _main(outputs, kind, source_of(outputs), lark)
     if after is not None:
-        main = f"{lark.until(after)} {lark.rule(LINE_ENDS)} {lark.rule(main)}"
+        main = f"{lark.literal(after[0])} {lark.until(after[1])} {lark.rule(LINE_ENDS)} {lark.rule(main)}"
     return lark.grammar(main)
 
 

@@ -11,10 +11,11 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits
 
 from serving.decoding.grammar.explain import explain
 from serving.decoding.grammar.matcher import GrammarMatcher
+from serving.decoding.grammar.tokens import Vocabulary
 from serving.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
@@ -29,13 +30,12 @@ class Compiler:
     make_vocabulary: called in the pool, before the first compile (it takes tenths of a second).
     """
 
-    def __init__(self, make_vocabulary: Callable[[], LLTokenizer], vocab_size: int, *, threads: int = 2,
-                 timeout: float = 30.0, cache_size: int = 128):
+    def __init__(self, make_vocabulary: Callable[[], Vocabulary], *, threads: int = 2, timeout: float = 30.0,
+                 cache_size: int = 128):
         self.fast_forward = True  # False: matchers force nothing but the end, to measure what forcing gains
         self._make_vocabulary = make_vocabulary
-        self._vocab_size = vocab_size
         self._timeout, self._cache_size = timeout, cache_size
-        self._vocabulary: LLTokenizer | None = None
+        self._vocabulary: Vocabulary | None = None
         self._vocabulary_lock = threading.Lock()
         self._pool = ThreadPoolExecutor(threads, "grammar")
         self._lock = threading.Lock()
@@ -77,8 +77,7 @@ class Compiler:
             copy = base.result().deep_copy()
             vocabulary = self._vocabulary
             assert vocabulary is not None
-            made.set_result(GrammarMatcher(copy, eos_ids=vocabulary.eos_tokens, vocab_size=self._vocab_size,
-                                           fast_forward=self.fast_forward))
+            made.set_result(GrammarMatcher(copy, vocabulary, fast_forward=self.fast_forward))
         except Exception as error:  # a callback's exception would only be logged, and the request wait for ever
             made.set_exception(error)
 
@@ -96,7 +95,7 @@ class Compiler:
         with self._vocabulary_lock:
             if self._vocabulary is None:
                 self._vocabulary = self._make_vocabulary()
-        matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=LIMITS)
+        matcher = LLMatcher(self._vocabulary.tokenizer, grammar, log_level=0, limits=LIMITS)
         if not matcher.is_error():
             matcher.compute_bitmask()  # finds what matches nothing, and warms the lexer: copies are as warm
         if matcher.is_error():

@@ -29,7 +29,8 @@ def schema_part(schema: Any, spacing: dict[str, Any], param: str) -> dict[str, A
         raise InvalidRequest(f"{param} is a {type(schema).__name__}, must be a JSON schema: an object", param)
     _check_depth(schema, param)
     try:
-        size = len(json.dumps(schema, ensure_ascii=False).encode())
+        text = json.dumps(schema, ensure_ascii=False)
+        size = len(text.encode())
     except (ValueError, TypeError) as error:
         raise InvalidRequest(f"{param} is not JSON: {error}", param) from error
     if size > MAX_SCHEMA_BYTES:
@@ -43,7 +44,7 @@ def schema_part(schema: Any, spacing: dict[str, Any], param: str) -> dict[str, A
     if (place := endless(schema)) is not None:
         raise InvalidRequest(f"{param} at {place or 'its root'}: every value would have to contain another "
                              "one, without end", param)
-    options = spacing if "\\u00" in json.dumps(schema) else {**spacing, "json_allowed_escapes": ESCAPES}
+    options = spacing if "\\u00" in text else {**spacing, "json_allowed_escapes": ESCAPES}
     return {"json_schema": {**schema, "x-guidance": options}}
 
 

@@ -6,6 +6,7 @@ import numpy as np
 from llguidance import LLMatcher
 
 from serving.decoding.grammar.explain import first_line
+from serving.decoding.grammar.tokens import Vocabulary
 
 
 class GrammarMatcher:
@@ -15,12 +16,10 @@ class GrammarMatcher:
     end-of-sequence token is allowed any more.
     """
 
-    def __init__(self, matcher: LLMatcher, *, eos_ids: Sequence[int], vocab_size: int, fast_forward: bool = True):
+    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, *, fast_forward: bool = True):
         self._matcher = matcher
-        self._eos_ids = tuple(eos_ids)
-        self._vocab_size = vocab_size
+        self._vocabulary = vocabulary
         self._fast_forward = fast_forward
-        self._eos_row = _bits(self._eos_ids, vocab_size)
         self.error = ""
 
     def accept(self, token_ids: Sequence[int]) -> None:
@@ -35,11 +34,11 @@ class GrammarMatcher:
         """Tokens that have to follow, spelled as the tokenizer would: the last ones of the forced text are left out
         where a token could go on beyond it."""
         if self._is_at_end():
-            return [self._eos_ids[0]]
+            return [self._vocabulary.eos_ids[0]]
         if self._fast_forward and (tokens := self._matcher.compute_ff_tokens()):
             return tokens[: self._matcher.validate_tokens(tokens)]
-        if self._matcher.is_accepting() and not (self._row() & ~self._eos_row).any():
-            return [self._eos_ids[0]]
+        if self._matcher.is_accepting() and not (self._row() & ~self._vocabulary.eos_row).any():
+            return [self._vocabulary.eos_ids[0]]
         return []
 
     def masks(self, tokens: np.ndarray, parents: np.ndarray, out: np.ndarray) -> np.ndarray:
@@ -57,9 +56,9 @@ class GrammarMatcher:
         """Fills in what follows tokens[node - 1], or the present state where node is 0."""
         for child in children[node]:
             token = tokens[child]
-            valid[child] = 0 <= token < self._vocab_size and out[node, token // 32] >> token % 32 & 1
-            if not valid[child] or token in self._eos_ids:
-                out[child + 1] = self._eos_row
+            valid[child] = 0 <= token < self._vocabulary.size and out[node, token // 32] >> token % 32 & 1
+            if not valid[child] or token in self._vocabulary.eos_ids:
+                out[child + 1] = self._vocabulary.eos_row
             elif self._matcher.try_consume_tokens([token]) == 1:
                 out[child + 1] = self._row()
                 self._walk(child + 1, tokens, children, out, valid)
@@ -70,19 +69,14 @@ class GrammarMatcher:
     def _row(self) -> np.ndarray:
         """int32 [W]: the bits of what may follow now."""
         if self._is_at_end():
-            return self._eos_row
-        row = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: len(self._eos_row)]
+            return self._vocabulary.eos_row
+        known = self._vocabulary.known_row
+        row = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: len(known)] & known
         if not row.any():
             self.error = "no token of the model's vocabulary goes on as the grammar wants"
-        return self._eos_row if self._is_at_end() else row  # it may have given up just now
+        return self._vocabulary.eos_row if self._is_at_end() else row  # it may have given up just now
 
     def _is_at_end(self) -> bool:
         if not self.error and self._matcher.is_error():
             self.error = first_line(self._matcher.get_error())
         return bool(self.error) or self._matcher.is_stopped()
-
-
-def _bits(ids: Sequence[int], vocab_size: int) -> np.ndarray:
-    flags = np.zeros(-(-vocab_size // 32) * 32, bool)
-    flags[list(ids)] = True
-    return np.packbits(flags, bitorder="little").view(np.int32)

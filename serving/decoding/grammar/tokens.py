@@ -1,8 +1,11 @@
 """A model's vocabulary as llguidance sees it."""
 
 import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import tokenizers
 from llguidance import LLTokenizer
 
@@ -15,12 +18,12 @@ class _Spelling:
 
     is_tokenizer_wrapper = True
 
-    def __init__(self, tokenizer: Tokenizer, size: int):
+    def __init__(self, tokenizer: Tokenizer, size: int, eos_id: int):
         self._backend = middle_of_text(tokenizer.backend)
         self.tokens = [tokenizer.token_bytes(i) for i in range(size)]
         self.special_token_ids = sorted(tokenizer.special_ids)
         self.bos_token_id = tokenizer.bos_id
-        self.eos_token_id = tokenizer.eos_ids[0]
+        self.eos_token_id = eos_id
 
     def __call__(self, text: str) -> list[int]:
         return self._backend.encode(text, add_special_tokens=False).ids
@@ -53,14 +56,37 @@ def _without_prefix(step: dict[str, Any] | None) -> dict[str, Any] | None:
     return step
 
 
-def vocabulary(tokenizer: Tokenizer, vocab_size: int) -> LLTokenizer:
-    """vocab_size: the model's. Ids without a token are never allowed. Takes some tenths of a second.
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """`size` ids, the model's, of which those without a token are never allowed. Rows are int32 bits of ids."""
 
-    Raises InvalidRequest for a model without an end-of-sequence token: nothing could end the output.
-    """
-    eos_ids = [i for i in tokenizer.eos_ids if i < vocab_size]
+    tokenizer: LLTokenizer
+    size: int
+    eos_ids: tuple[int, ...]
+    eos_row: np.ndarray
+    known_row: np.ndarray  # all of the model's: its tokenizer may have more
+
+
+def vocabulary(tokenizer: Tokenizer, size: int, eos_ids: Sequence[int] | None = None) -> Vocabulary:
+    """eos_ids: the first is the one that is forced; None: the tokenizer's. Takes some tenths of a second.
+
+    Raises InvalidRequest for a model without an end-of-sequence token: nothing could end the output."""
+    eos_ids = tuple(i for i in (tokenizer.eos_ids if eos_ids is None else eos_ids) if i < size)
     if not eos_ids:
         raise InvalidRequest("structured output needs a model with an end-of-sequence token, this one has none",
                              "structured_outputs")
-    size = max(vocab_size, tokenizer.vocab_size)
-    return LLTokenizer(_Spelling(tokenizer, size), n_vocab=size, eos_token=eos_ids)  # type: ignore[arg-type]
+    whole = max(size, tokenizer.vocab_size)
+    spelling: Any = _Spelling(tokenizer, whole, eos_ids[0])
+    return Vocabulary(
+        tokenizer=LLTokenizer(spelling, n_vocab=whole, eos_token=list(eos_ids)),
+        size=size,
+        eos_ids=eos_ids,
+        eos_row=_row(eos_ids, size),
+        known_row=_row(range(size), size),
+    )
+
+
+def _row(ids: Iterable[int], size: int) -> np.ndarray:
+    flags = np.zeros(-(-size // 32) * 32, bool)
+    flags[list(ids)] = True
+    return np.packbits(flags, bitorder="little").view(np.int32)
