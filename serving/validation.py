@@ -172,7 +172,8 @@ def bad_words_token_ids(bad_words: tuple[str, ...], tokenizer: Encoder) -> tuple
     return tuple(sequences)
 
 
-def _grammar(outputs: StructuredOutputs | None, tokenizer: Encoder, after: str | None) -> tuple[str, str]:
+def _grammar(outputs: StructuredOutputs | None, tokenizer: Encoder,
+             after: tuple[str, str] | None) -> tuple[str, str]:
     """The grammar, and the field it came as."""
     if outputs is None:
         return "", ""
@@ -184,7 +185,7 @@ def _grammar(outputs: StructuredOutputs | None, tokenizer: Encoder, after: str |
 
 
 @lru_cache(maxsize=8)  # the prompts of one request share it
-def _written_grammar(outputs: bytes, tokenizer: Encoder, after: str | None) -> str:
+def _written_grammar(outputs: bytes, tokenizer: Encoder, after: tuple[str, str] | None) -> str:
     return grammar_of(msgspec.json.decode(outputs, type=StructuredOutputs), tokenizer.special_token_ids, after=after)
 
 
@@ -198,10 +199,10 @@ def to_engine_requests(
     priority: int = 0,
     cache_salt: str = "",
     default_max_tokens: int | None = None,
-    grammar_after: str | None = None,
+    grammar_after: tuple[str, str] | None = None,
 ) -> list[EngineRequest]:
     """Validates a request and splits it into `sampling.n` sequences, whose ids are unique whatever `request_id` is.
-    grammar_after: `structured_outputs` hold only after this text, the end of the model's reasoning.
+    grammar_after: `structured_outputs` hold only after the model's reasoning, which begins and ends with these texts.
 
     Sequence i samples with seed + i, so one of n equals a request of its own with that seed. Only sequence 0 computes
     prompt_logprobs: they are the same for all.

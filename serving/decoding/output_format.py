@@ -56,10 +56,10 @@ class OutputFormat:
             parsers.append(WithoutMarks(sorted(hidden)))
         return OutputParser(*parsers, parallel_tool_calls=self.parallel_tool_calls)
 
-    def free_until(self, prompt: str) -> str | None:
-        """The text that ends the reasoning, before which no grammar holds; None if there is no reasoning."""
+    def free(self, prompt: str) -> tuple[str, str] | None:
+        """What the reasoning, in which no grammar holds, begins and ends with; None if there is none."""
         parser = self._reasoning(prompt)
-        return None if parser is None else parser.answer_mark
+        return None if parser is None else parser.frame
 
     def _parsers(self, prompt: str) -> list[StreamParser]:
         reasoning = self._reasoning(prompt)

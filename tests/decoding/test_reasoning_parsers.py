@@ -32,8 +32,8 @@ CASES = [
     (R1, PLAIN, "never ends", "never ends", ""),
     (R1, OPENED, "One.\n</think>\nHello </think>", "One.", "Hello </think>"),
     (R1, CLOSED, "Hello.", "", "Hello."),
-    ("gpt-oss", "", "<|channel|>analysis<|message|>One.<|end|><|start|>assistant<|channel|>analysis<|message|>Two.<|end|>"
-     "<|start|>assistant<|channel|>final<|message|>Hello.<|return|>", "One.\nTwo.", "Hello."),
+    ("gpt-oss", "", "<|channel|>analysis<|message|>One.<|end|><|start|>assistant<|channel|>analysis<|message|>Two."
+     "<|end|><|start|>assistant<|channel|>final<|message|>Hello.<|return|>", "One.\nTwo.", "Hello."),
     ("gpt-oss", "", "<|channel|>analysis<|message|>not done", "not done", ""),
     ("gpt-oss", "", "<|channel|>final<|message|>Hello.", "", "Hello."),
     # Without a parser for calls they are content.
@@ -62,13 +62,15 @@ def test_an_output_cut_anywhere(name: str, prompt: str, text: str, reasoning: st
 @given(seed=st.integers(0, 1 << 32), opens=st.booleans())
 def test_any_text_is_read_alike_however_it_comes(seed: int, opens: bool) -> None:
     rng = random.Random(seed)
-    marks = ["<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {}}', "a", " ", "\n", "<", "é"]
+    call = '{"name": "f", "arguments": {}}'
+    marks = ["<think>", "</think>", "<tool_call>", "</tool_call>", call, "a", " ", "\n", "<", "é"]
     text = "".join(rng.choices(marks, k=rng.randint(1, 12)))
     cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(0, 6)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     form = OutputFormat(reasoning_parser="qwen3", tool_parser="hermes", calls="auto", tools=(Tool("f"),))
     prompt = OPENED if opens else PLAIN
-    assert read(form.parser(prompt), [text]) == read(form.parser(prompt), pieces) == read(form.parser(prompt), list(text))
+    whole = read(form.parser(prompt), [text])
+    assert read(form.parser(prompt), pieces) == read(form.parser(prompt), list(text)) == whole
 
 
 def test_calls_after_reasoning_and_not_in_it() -> None:
@@ -89,9 +91,9 @@ def test_reasoning_comes_as_it_is_written() -> None:
 
 def test_where_a_grammar_begins() -> None:
     """Forced calls come after the reasoning, where there is any."""
-    assert OutputFormat(reasoning_parser="qwen3").free_until(OPENED) == "</think>"
-    assert OutputFormat(reasoning_parser="qwen3").free_until(CLOSED) is None
-    assert OutputFormat().free_until(OPENED) is None
+    assert OutputFormat(reasoning_parser="qwen3").free(OPENED) == ("", "</think>")
+    assert OutputFormat(reasoning_parser="qwen3").free(CLOSED) is None
+    assert OutputFormat().free(OPENED) is None
     form = OutputFormat(reasoning_parser="qwen3", calls="required", tools=(Tool("f"),))
     text = 'One.\n</think>\n\n[{"name": "f", "parameters": {"a": 1}}]'
     assert read(form.parser(OPENED), list(text)) == ("One.", "", [("f", '{"a": 1}')])
@@ -102,7 +104,7 @@ def test_where_a_grammar_begins() -> None:
 
 def test_both_flags_of_gpt_oss_mean_one_parser() -> None:
     tools = (Tool("f"),)
-    text = "<|channel|>analysis<|message|>One.<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>{}"
+    text = "<|channel|>analysis<|message|>One.<|start|>assistant<|channel|>commentary to=functions.f<|message|>{}"
     for form in (OutputFormat(tool_parser="openai", calls="auto", tools=tools),
                  OutputFormat(reasoning_parser="gpt-oss", tool_parser="openai", calls="auto", tools=tools)):
         assert read(form.parser(), list(text)) == ("One.", "", [("f", "{}")])

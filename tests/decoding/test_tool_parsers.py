@@ -25,7 +25,8 @@ TOOLS = [WEATHER, Tool("add"), Tool("get_time")]
 PARSERS = {**TOOL_PARSERS, "required": RequiredToolParser, "named": NamedToolParser}
 Calls = list[tuple[str, str]]
 
-DS = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
+DS = ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+      "<｜tool▁calls▁end｜>"]  # fmt: skip
 DS_WEATHER = f'{DS[1]}function{DS[2]}get_weather\n```json\n{{"city": "Tokyo"}}\n```{DS[3]}'
 DS_TIME = f"{DS[1]}function{DS[2]}get_time\n```json\n{{}}\n```{DS[3]}"
 HARMONY_CALL = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Tokyo"}<|call|>'
@@ -115,7 +116,8 @@ CASES: list[tuple[str, str, str, Calls]] = [
     ("qwen3_coder", "<function=get_weather>\n<parameter=city>\nDallas\n<parameter=unit>\nF\n</function>", "",
      [("get_weather", '{"city": "Dallas", "unit": "F"}')]),
     ("qwen3_coder", "<tool_call>oops</tool_call>", "<tool_call>oops</tool_call>", []),
-    ("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=city>\nDal", "", [("get_weather", '{"city": "Dal')]),
+    ("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=city>\nDal", "",
+     [("get_weather", '{"city": "Dal')]),
     ("qwen3_coder", "<tool_call>\n<function=get_wea", "<tool_call>\n<function=get_wea", []),
     ("deepseek_v3", f"Let me see.{DS[0]}{DS_WEATHER}\n{DS_TIME}{DS[4]}", "Let me see.",
      [("get_weather", '{"city": "Tokyo"}'), ("get_time", "{}")]),
@@ -163,9 +165,9 @@ def test_a_transcript_cut_anywhere(parser: str, text: str, content: str, calls: 
 def fragments(parser: str) -> list[str]:
     """What texts of this format are made of, in pieces that may stand anywhere."""
     marks = list(PARSERS[parser].markers) or ["[", "]"]
-    plain = ['{"name": "add", "arguments": {"a": [1, "\\""]}}', '"name"', "get_time", "(", ")", "a=1", "'", '"', "{", "}",
-             "[", "]", ",", ":", " ", "\n", "\\", "function", "```json\n", "<function=add>", "<parameter=a>", "</parameter>",
-             "</function>", " to=functions.add", "analysis", "é😀", "<", "null"]  # fmt: skip
+    plain = ['{"name": "add", "arguments": {"a": [1, "\\""]}}', '"name"', "get_time", "(", ")", "a=1", "'", '"', "{",
+             "}", "[", "]", ",", ":", " ", "\n", "\\", "function", "```json\n", "<function=add>", "<parameter=a>",
+             "</parameter>", "</function>", " to=functions.add", "analysis", "é😀", "<", "null"]  # fmt: skip
     return marks * 3 + plain
 
 
@@ -187,18 +189,23 @@ def test_any_text_is_read_alike_however_it_comes_and_nothing_is_lost(parser: str
     assert [part.index for part in begun] == list(range(len(calls))) and all(part.id for part in begun)
 
 
+def calls_of(parts: list[Part]) -> list[ToolCallDelta]:
+    assert all(isinstance(part, ToolCallDelta) for part in parts)
+    return [part for part in parts if isinstance(part, ToolCallDelta)]
+
+
 def test_arguments_come_as_they_are_written() -> None:
     text = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
     output = OutputParser(PARSERS["hermes"](TOOLS))
-    news = [part for letter in text for part in output.feed(letter)]
-    assert all(isinstance(part, ToolCallDelta) for part in news)
+    news = calls_of([part for letter in text for part in output.feed(letter)])
     assert news[0].name == "get_weather"
     assert [part.arguments for part in news] == list('{"city": "Paris"}')  # each letter at once
 
 
 def test_values_of_qwen3_coder_stream_as_json() -> None:
     output = OutputParser(PARSERS["qwen3_coder"]([WEATHER]))
-    news = [part for letter in "<function=get_weather>\n<parameter=city>\na\"b" for part in output.feed(letter)]
+    text = '<function=get_weather>\n<parameter=city>\na"b'
+    news = calls_of([part for letter in text for part in output.feed(letter)])
     assert [part.arguments for part in news] == ["", '{"city": "', "a", '\\"', "b"]
 
 

@@ -80,7 +80,7 @@ async def prepare(service: Service, body: ChatCompletionRequest, default_max_tok
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
         default_max_tokens=default_max_tokens,
-        grammar_after=form.free_until(prompt),
+        grammar_after=form.free(prompt),
     )
     reader = OutputReader.make(service.tokenizer, form, prompt, sampling.skip_special_tokens)
     return Chat(body=body, id=f"chatcmpl-{body.request_id or uuid.uuid4().hex}", created=int(time.time()),

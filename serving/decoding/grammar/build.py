@@ -21,7 +21,8 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 def grammar_of(outputs: StructuredOutputs, special_tokens: Mapping[str, int], *,
                after: tuple[str, str] | None = None) -> str:
     """special_tokens: the tokenizer's, by their text, which a structural tag may spell. after: the output begins with
-    the first, any text (a model's reasoning) and the second, and only then follows the grammar. Raises InvalidRequest."""
+    the first, then any text (a model's reasoning), then the second, and only what follows obeys the grammar. Raises
+    InvalidRequest."""
     kind, lark = _kind(outputs), Lark(special_tokens)
     main = _main(outputs, kind, source_of(outputs), lark)
     if after is not None:

@@ -13,7 +13,7 @@ class ReasoningParser(StreamParser):
     prompt: the end of the prompt as text, special tokens shown: templates may open the reasoning there, or close it at
     once for an answer without.
     in_reasoning: whether what comes next belongs to the reasoning, as far as is known.
-    answer_mark: what the answer comes after; None: it comes at once.
+    frame: what the output's reasoning begins and ends with, at least; None: the answer comes at once.
     """
 
     begin, end = "<think>", "</think>"
@@ -25,7 +25,7 @@ class ReasoningParser(StreamParser):
         prompt = prompt.rstrip()
         self._closed = prompt.endswith(self.end)
         self.in_reasoning = not self._closed and (self.starts_open or prompt.endswith(self.begin))
-        self.answer_mark = None if self._closed else self.end
+        self.frame = None if self._closed else ("", self.end)
         self._newlines = ""
         self._began = False
 

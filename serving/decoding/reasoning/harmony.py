@@ -24,7 +24,7 @@ class HarmonyParser(ToolParser):
     """Both parsers in one. `takes_calls`: False leaves calls in the content."""
 
     markers = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
-    answer_mark = f"{CHANNEL}final{MESSAGE}"
+    frame = (f"{CHANNEL}analysis{MESSAGE}", f"<|end|>{START}assistant{CHANNEL}final{MESSAGE}")  # of the reasoning
 
     def __init__(self, tools: Sequence[Tool] = (), *, takes_calls: bool = True) -> None:
         super().__init__(tools)
