@@ -167,13 +167,14 @@ def test_a_key_has_one_spelling(grammars: Grammars) -> None:
 
 def test_the_grammar_of_the_whole_follows_the_reasoning(grammars: Grammars) -> None:
     for text in ("Hm.</think>", "</think>\n\n", 'a < b, {"a"</thin</think>\n'):
-        matcher = grammars.matcher(after="</think>", choice=("ab", "xy"))
+        matcher = grammars.matcher(after=("", "</think>"), choice=("ab", "xy"))
         assert not grammars.accepts(matcher, text), "it goes on"
         assert {i for i in grammars.allowed(matcher) if grammars.tokenizer.token_bytes(i)[:1] != b"\n"} == {
             grammars.encode(spelled)[0] for spelled in ("ab", "xy", "a", "x")}
         assert grammars.accepts(matcher, "xy")
-    matcher = grammars.matcher(after="<|start|>", choice=("ab",))
-    matcher.accept(grammars.encode("thinking"))
+    matcher = grammars.matcher(after=("<think>", "<|start|>"), choice=("ab",))
+    assert grammars.tokenizer.decode(matcher.forced()) == "<think>"
+    matcher.accept(grammars.encode("<think>thinking"))
     assert grammars.tokenizer.special_token_ids["<|start|>"] in grammars.allowed(matcher)
     assert grammars.eos not in grammars.allowed(matcher)
     matcher.accept([grammars.tokenizer.special_token_ids["<|start|>"]])

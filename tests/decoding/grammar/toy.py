@@ -46,7 +46,7 @@ class Grammars:
         self.compiler = Compiler(lambda: vocabulary(tokenizer, self.vocab_size))
         self.eos = tokenizer.eos_ids[0]
 
-    def matcher(self, after: str | None = None, **outputs: object) -> GrammarMatcher:
+    def matcher(self, after: tuple[str, str] | None = None, **outputs: object) -> GrammarMatcher:
         grammar = grammar_of(StructuredOutputs(**outputs), self.tokenizer.special_token_ids, after=after)  # type: ignore[arg-type]
         return self.compiler.compile(grammar).result(30)
 
