@@ -6,7 +6,7 @@ Axis letters: T tokens, S rows, M pages of the longest row; of all data groups, 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, UInt32
 
 from sharding.rules import Axes
 
@@ -30,6 +30,8 @@ class StepBatch(NamedTuple):
     distribution: Int[Array, " 3G"]
     real: Bool[Array, " T"] | None = None  # which tokens are a row's; None: of each group the first ones
     plans: Mapping[int, Any] | None = None  # of `model.context`, where the mesh has such an axis
+    # Which of its row's tokens each token sees, where rows may end in trees; as of ragged paged attention.
+    tree_mask: UInt32[Array, "T C"] | None = None
 
     @property
     def of_rows(self) -> tuple[Array, Array, Array, Array]:

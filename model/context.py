@@ -62,12 +62,11 @@ def is_spread(rules: AxisRules) -> bool:
 class WaysBack(NamedTuple):
     """From a spread step to the order of its rows; used within `map_over_shards`, where a device has one group's."""
 
-    last: jax.Array  # [G, S] place of each row's last token
     place: jax.Array  # [G, T] of each token
 
-    def last_hidden(self, hidden: jax.Array) -> jax.Array:
-        """[S, D] on all devices, from hidden states [T / C, D]."""
-        here = self.last[0] - lax.axis_index(AXIS) * len(hidden)
+    def hidden_at(self, hidden: jax.Array, tokens: jax.Array) -> jax.Array:
+        """Of some tokens, in the order of their rows: [n, D] on all devices, from hidden states [T / C, D]."""
+        here = self.place[0, tokens] - lax.axis_index(AXIS) * len(hidden)
         held = (here >= 0) & (here < len(hidden))
         return lax.psum(jnp.where(held[:, None], hidden[jnp.where(held, here, 0)], 0), AXIS)
 
@@ -91,9 +90,8 @@ def spread_step(rules: AxisRules, batch: StepBatch, targets: jax.Array) -> Sprea
     def local(of_tokens, *of_rows: jax.Array):
         rows = ring.Rows(*of_rows)
         order = ring.spread_order(rows, devices, len(of_tokens[0]))
-        last = order.place[jnp.maximum(rows.cu_q_lens[1:] - 1, 0)]
         real = order.source < len(order.source)
-        return (real, *map(order.spread, of_tokens)), WaysBack(last[None], order.place[None])
+        return (real, *map(order.spread, of_tokens)), WaysBack(order.place[None])
 
     (real, ids, positions, targets), ways_back = rules.map_over_shards(
         local, ((batch.tokens, batch.positions, targets), *batch.of_rows), (tokens, *ROW_AXES),

@@ -53,9 +53,16 @@ class LatentAttention(nnx.Module):
 
     def _attend(self, q_latent, q_rope, latent, rope, kv_pages, layer, batch: StepBatch):
         """Each device's heads attend; all devices of a group hold, and write, the rows of its tokens."""
-        attend = partial(self.attention, scale=self.scale, soft_cap=self.soft_cap)
+        more = {} if batch.tree_mask is None else {"tree_mask": batch.tree_mask}
+
+        def attend(*args: jax.Array):
+            step, given = args[: len(in_axes)], args[len(in_axes) :]
+            return self.attention(*step, scale=self.scale, soft_cap=self.soft_cap,
+                                  **dict(zip(more, given, strict=True)))  # fmt: skip
+
         heads, row = ("tokens", "heads", None), ("tokens", None)
         args = (q_latent, q_rope, latent, rope, kv_pages, layer, *batch.of_rows)
         in_axes = (heads, heads, row, row, LatentLayout.axes, (), *ROW_AXES)
         shapes = (q_latent.shape, kv_pages.shape)
-        return self.rules.map_over_shards(attend, args, in_axes, (heads, LatentLayout.axes), shapes)
+        return self.rules.map_over_shards(attend, (*args, *more.values()), (*in_axes, *[("tokens", None)] * len(more)),
+                                          (heads, LatentLayout.axes), shapes)  # fmt: skip

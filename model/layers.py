@@ -156,20 +156,23 @@ class Attention(nnx.Module):
             return attention(self.rules, q, k, v, kv_pages, layer, batch, scale=self.scale, window=self.window,
                              soft_cap=self.soft_cap, sinks=sinks)  # fmt: skip
 
+        more: dict[str, tuple[jax.Array, Axes]] = {}
+        if self.sinks is not None:
+            more["sinks"] = self.sinks[...].astype(jnp.float32), ("heads",)
+        if batch.tree_mask is not None:
+            more["tree_mask"] = batch.tree_mask, ("tokens", None)
+
         def attend(*args: jax.Array):
-            step, sinks = args[: len(in_axes)], args[len(in_axes) :]
-            more = {"sinks": sinks[0]} if sinks else {}
-            return attention(*step, scale=self.scale, window=self.window, chunk=self.chunk,
-                             soft_cap=self.soft_cap, **more)
+            step, given = args[: len(in_axes)], args[len(in_axes) :]
+            return attention(*step, scale=self.scale, window=self.window, chunk=self.chunk, soft_cap=self.soft_cap,
+                             **dict(zip(more, given, strict=True)))  # fmt: skip
 
         heads, kv_heads = ("tokens", "heads", "head_dim"), ("tokens", "kv_heads", "head_dim")
         args = (q, k, v, kv_pages, layer, *batch.of_rows)
         in_axes = (heads, kv_heads, kv_heads, KVLayout.axes, (), *ROW_AXES)
-        if self.sinks is not None:
-            wide = self.sinks[...].astype(jnp.float32)
-            return self.rules.map_over_shards(attend, (*args, wide), (*in_axes, ("heads",)), (heads, KVLayout.axes),
-                                              (q.shape, kv_pages.shape))  # fmt: skip
-        return self.rules.map_over_shards(attend, args, in_axes, (heads, KVLayout.axes), (q.shape, kv_pages.shape))
+        given, given_axes = [array for array, _ in more.values()], [axes for _, axes in more.values()]
+        return self.rules.map_over_shards(attend, (*args, *given), (*in_axes, *given_axes), (heads, KVLayout.axes),
+                                          (q.shape, kv_pages.shape))  # fmt: skip
 
 
 class MLP(nnx.Module):

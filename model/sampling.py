@@ -5,7 +5,11 @@ Nothing depends on the other rows of a batch: a row's random number comes from i
 Nor does it depend on how many devices hold the vocabulary: each works on its slice of logits, and only what a row is
 reduced to is exchanged (`Vocabulary`). The flags must be the same on all devices: their branches have collectives.
 
-Axis letters: S rows, V vocab, v tokens of this device's slice of it (all, on one device), U slots.
+A row is sampled after its last known token and after each of its drafts (`model.verification`); `model.next_tokens`
+puts both together.
+
+Axis letters: S rows, K drafts, J = K + 1 positions of a row that are sampled, R = S J of all; V vocab, v tokens of this
+device's slice of it (all, on one device), w: v in lanes; W words of 32 tokens; U slots.
 """
 
 from collections.abc import Callable
@@ -16,9 +20,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from model.verification import Positions, allowed_tokens
 from model.vocabulary import Vocabulary
 
 BANNED = -1e30  # added to a logit: finite, so that no arithmetic on it gives NaN
+MASKED = -2e38  # a logit that a grammar forbids: below all that is banned, for the grammar wins
 _LANES = 128
 _DIGIT_BITS = {True: 1, False: 4}  # of a threshold found at once. Is the vocabulary whole? Then fewer passes are faster
 
@@ -28,7 +34,8 @@ class SamplingRows(NamedTuple):
 
     slot: Int[Array, " S"]
     samples: Bool[Array, " S"]  # false: the row's prompt goes on, its token is ignored
-    output_index: Int[Array, " S"]
+    masked: Bool[Array, " S"]  # only the tokens in its slot's mask are allowed
+    output_index: Int[Array, " S"]  # of the first sampled token
     seed: Int[Array, "S 2"]  # high and low word
     temperature: Float[Array, " S"]  # 0: greedy
     top_k: Int[Array, " S"]  # 0: off
@@ -47,8 +54,9 @@ class SamplingFlags(NamedTuple):
     top_p: Bool[Array, ""]
     biased: Bool[Array, ""]
     penalized: Bool[Array, ""]
+    masked: Bool[Array, ""]
     logprobs: Bool[Array, ""]
-    prompt_logprobs: Bool[Array, ""]
+    target_logprobs: Bool[Array, ""]
 
 
 class SamplingState(NamedTuple):
@@ -58,51 +66,40 @@ class SamplingState(NamedTuple):
     bias: Float[Array, "U v"]  # logit_bias, allowed and banned tokens
     prompt_seen: Bool[Array, "U v"]
     output_counts: Int[Array, "U v"]
+    mask: Int[Array, "U J W"]  # which tokens a grammar allows at each position of the row: bit i % 32 of word i // 32
 
 
 class TokenLogprobs(NamedTuple):
     """Of the raw distribution, before any option."""
 
-    logprob: Float[Array, " S"]  # the chosen token's
-    rank: Int[Array, " S"]  # 1: the most likely
-    top_ids: Int[Array, "S n"]
-    top_logprobs: Float[Array, "S n"]
+    logprob: Float[Array, " R"]  # the chosen token's
+    rank: Int[Array, " R"]  # 1: the most likely
+    top_ids: Int[Array, "R n"]
+    top_logprobs: Float[Array, "R n"]
 
 
-def sample(
-    logits: Float[Array, "S v"], rows: SamplingRows, flags: SamplingFlags, state: SamplingState, *, num_logprobs: int,
+def at_positions(rows: SamplingRows, positions: Positions) -> SamplingRows:
+    """[R]: each position with what its row asks for, and with the output index of what is sampled there."""
+    num_sampled = positions.token.shape[1]
+    if num_sampled == 1:
+        return rows
+    every = SamplingRows(*(jnp.repeat(x, num_sampled, axis=0) for x in rows))
+    return every._replace(output_index=every.output_index + positions.depth.reshape(-1))
+
+
+def shaped_logits(
+    logits: Float[Array, "R v"], rows: SamplingRows, positions: Positions, flags: SamplingFlags, state: SamplingState,
     vocabulary: Vocabulary,
-) -> tuple[Int[Array, " S"], TokenLogprobs, SamplingState]:  # fmt: skip
-    """The next token of every row, its log-probabilities (zeros unless asked for), and the state after counting it.
-
-    Order of options, as in vLLM: bias, penalties, temperature, min_p, top_k, top_p.
-    """
+) -> Float[Array, "R v"]:  # fmt: skip
+    """After biases, penalties and the grammar's mask. rows: at positions."""
+    num_sampled = positions.token.shape[1]
     shaped = lax.cond(flags.biased, lambda x: x + state.bias[rows.slot], lambda x: x, logits)
-    shaped = lax.cond(flags.penalized, lambda x: _penalize(x, rows, state), lambda x: x, shaped)
-    most, greedy = vocabulary.best(shaped)
-
-    def draw(x):
-        drawn = race(shaped_weights(x, most, rows, flags, vocabulary), rows, vocabulary)
-        return jnp.where(rows.temperature > 0, drawn, greedy)
-
-    token = lax.cond(flags.random, draw, lambda x: greedy, shaped)
-    counts = lax.cond(
-        flags.penalized,
-        lambda counts: _count(counts, token, rows, vocabulary),
-        lambda counts: counts,
-        state.output_counts,
-    )
-    empty = _no_logprobs(logits.shape[0], num_logprobs)
-    logprobs = lax.cond(
-        flags.logprobs,
-        lambda: token_logprobs(logits, token, num_logprobs=num_logprobs, vocabulary=vocabulary),
-        lambda: empty,
-    )
-    return token, logprobs, state._replace(output_counts=counts)
+    shaped = lax.cond(flags.penalized, lambda x: _penalize(x, rows, positions, state, vocabulary), lambda x: x, shaped)
+    return lax.cond(flags.masked, lambda x: _mask(x, rows, num_sampled, state, vocabulary), lambda x: x, shaped)
 
 
 def token_logprobs(
-    logits: Float[Array, "S v"], token: Int[Array, " S"], *, num_logprobs: int, vocabulary: Vocabulary
+    logits: Float[Array, "R v"], token: Int[Array, " R"], *, num_logprobs: int, vocabulary: Vocabulary
 ) -> TokenLogprobs:
     """Three collectives: the maximum, the sum with the chosen one's, the best with the rank."""
     shifted = logits - vocabulary.max(logits.max(-1))[:, None]
@@ -114,34 +111,48 @@ def token_logprobs(
     return TokenLogprobs(chosen, 1 + better, ids, top)
 
 
-def prompt_logprobs(
+def target_logprobs(
     hidden: Float[Array, "T D"], targets: Int[Array, " T"], wanted: Bool[Array, ""],
     project: Callable[[Float[Array, "S D"]], Float[Array, "S v"]], *, num_logprobs: int, vocabulary: Vocabulary,
 ) -> TokenLogprobs:  # fmt: skip
-    """Log-probabilities of every token's successor, a few tokens at a time: [T, v] logits never exist at once."""
+    """Log-probabilities of every token's known successor, a few tokens at a time: [T, v] logits never exist at once."""
     num_tokens = hidden.shape[0]
     chunk = min(16, num_tokens)
-    if num_tokens % chunk:
-        raise ValueError(f"{num_tokens=} must be a multiple of {chunk}")
+    more = -num_tokens % chunk
 
     def some(inputs):
         return token_logprobs(project(inputs[0]), inputs[1], num_logprobs=num_logprobs, vocabulary=vocabulary)
 
     def every() -> TokenLogprobs:
-        parts = lax.map(some, (hidden.reshape(-1, chunk, hidden.shape[-1]), targets.reshape(-1, chunk)))
-        return TokenLogprobs(*(part.reshape(num_tokens, *part.shape[2:]) for part in parts))
+        whole = jnp.pad(hidden, ((0, more), (0, 0))), jnp.pad(targets, (0, more))
+        parts = lax.map(some, jax.tree.map(lambda x: x.reshape(-1, chunk, *x.shape[1:]), whole))
+        return TokenLogprobs(*(part.reshape(-1, *part.shape[2:])[:num_tokens] for part in parts))
 
-    return lax.cond(wanted, every, lambda: _no_logprobs(num_tokens, num_logprobs))
+    return lax.cond(wanted, every, lambda: no_logprobs(num_tokens, num_logprobs))
 
 
-def _no_logprobs(rows: int, num_logprobs: int) -> TokenLogprobs:
+def no_logprobs(rows: int, num_logprobs: int) -> TokenLogprobs:
     wide = (rows, num_logprobs)
     return TokenLogprobs(jnp.zeros(rows), jnp.zeros(rows, jnp.int32), jnp.zeros(wide, jnp.int32), jnp.zeros(wide))
 
 
-def _penalize(logits, rows: SamplingRows, state: SamplingState):
-    """Repetition (Keskar et al. 2019: divides positive logits, multiplies negative ones), frequency and presence."""
+def count_tokens(
+    counts: Int[Array, "U v"], tokens: Int[Array, "S J"], counted: Bool[Array, "S J"], slots: Int[Array, " S"],
+    vocabulary: Vocabulary,
+) -> Int[Array, "U v"]:  # fmt: skip
+    place, mine = vocabulary.here(tokens)
+    return counts.at[slots[:, None], place].add((counted & mine).astype(counts.dtype))
+
+
+def _penalize(logits, rows: SamplingRows, positions: Positions, state: SamplingState, vocabulary: Vocabulary):
+    """Repetition (Keskar et al. 2019: divides positive logits, multiplies negative ones), frequency and presence. The
+    drafts before a position count, as they would had they been sampled."""
     counts = state.output_counts[rows.slot]
+    if positions.drafts.shape[1]:
+        before = positions.ancestors.reshape(len(logits), -1)
+        drafts = jnp.repeat(positions.drafts, positions.token.shape[1], axis=0)  # [R, K]
+        place, mine = vocabulary.here(drafts)
+        counts = counts.at[jnp.arange(len(logits))[:, None], place].add((before & mine).astype(counts.dtype))
     seen = state.prompt_seen[rows.slot] | (counts > 0)
     repetition = rows.repetition_penalty[:, None]
     logits = jnp.where(seen, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
@@ -149,9 +160,10 @@ def _penalize(logits, rows: SamplingRows, state: SamplingState):
     return logits - rows.presence_penalty[:, None] * (counts > 0)
 
 
-def _count(counts, token, rows: SamplingRows, vocabulary: Vocabulary):
-    place, mine = vocabulary.here(token)
-    return counts.at[rows.slot, place].add((rows.samples & mine).astype(counts.dtype))
+def _mask(logits, rows: SamplingRows, num_sampled: int, state: SamplingState, vocabulary: Vocabulary):
+    words = state.mask[rows.slot, jnp.arange(len(logits)) % num_sampled]
+    allowed = allowed_tokens(words, vocabulary.first, logits.shape[1])
+    return jnp.where(rows.masked[:, None] & ~allowed, MASKED, logits)
 
 
 def shaped_weights(logits: Float[Array, "S v"], most: Float[Array, " S"], rows: SamplingRows, flags: SamplingFlags,

@@ -24,16 +24,24 @@ from model.config import ModelConfig
 from model.expert_options import ExpertOptions, ExpertsError
 from model.families.common import UnsupportedModel
 from model.families.registry import may_be_left_over, param_sources, read_config
+from model.speculative.drafter import DeviceDrafter
 from model.transformer import Path as ParamPath
 from model.transformer import Transformer, param_axes, with_params
 from serving.config import EngineConfig
+from serving.decoding.grammar.compiler import Compiler
+from serving.decoding.grammar.tokens import vocabulary
+from serving.decoding.speculation.config import SpeculativeConfig
 from serving.distributed.fingerprint import fingerprint
 from serving.distributed.following import report_failure
 from serving.distributed.hosts import Alone, Hosts
 from serving.distributed.join import join_hosts
 from serving.distributed.leading import LeaderHosts
 from serving.distributed.runner import LeadingRunner
+from serving.drafters.loading import Surroundings
+from serving.drafters.make import load_drafter
+from serving.engine.compiling import Compile
 from serving.engine.plan import Runner
+from serving.engine.speculating import tree_words
 from serving.errors import ConfigError
 from serving.report import start_report
 from serving.request import EngineInfo
@@ -41,7 +49,7 @@ from serving.runner.compiler import use_persistent_cache
 from serving.runner.memory import PAGE_SIZE
 from serving.runner.placing import place_experts, stored_shape
 from serving.runner.runner import ModelRunner, RunnerConfig
-from serving.runner.shapes import Spreading
+from serving.runner.shapes import DraftShapes, Spreading
 from serving.tokenizer.load import load_tokenizer
 from serving.weights import read_params
 from sharding.copies import without_copies
@@ -154,13 +162,15 @@ class Built:
     hosts: Hosts
     info: EngineInfo
     eos_ids: tuple[int, ...]
+    compile_grammar: Compile | None  # of host 0
 
 
-def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[Runner, EngineInfo, tuple[int, ...]]:
-    """The runner, what to tell front ends, and the ids that end a generation."""
+def build_core(config: EngineConfig, *, progress: bool = True
+               ) -> tuple[Runner, EngineInfo, tuple[int, ...], Compile | None]:  # fmt: skip
+    """The runner, what to tell front ends, the ids that end a generation, and what compiles grammars."""
     built = build(config, progress=progress)
     runner = LeadingRunner(built.runner, built.hosts) if isinstance(built.hosts, LeaderHosts) else built.runner
-    return runner, built.info, built.eos_ids
+    return runner, built.info, built.eos_ids, built.compile_grammar
 
 
 def build(config: EngineConfig, *, progress: bool = True) -> Built:
@@ -204,7 +214,8 @@ def _build(config: EngineConfig, hosts: Hosts, progress: bool) -> Built:
         # Followers meet no text; where a generation ends is host 0's to see.
         tokenizer = None if config.is_follower else load_tokenizer(config.tokenizer or str(checkpoint.path))
         loaded = _load(checkpoint, model, config, hosts, progress)
-    runner = ModelRunner(loaded.model, runner_config, loaded.kernels)
+        drafter = _drafter(config, loaded, runner_config, checkpoint)
+    runner = ModelRunner(loaded.model, runner_config, loaded.kernels, drafter)
     info = EngineInfo(
         max_model_len=runner.max_model_len,
         vocab_size=model.vocab_size,
@@ -225,7 +236,10 @@ def _build(config: EngineConfig, hosts: Hosts, progress: bool) -> Built:
         print("\n".join(report), file=sys.stderr, flush=True)
     eos_ids = dict.fromkeys((*model.eos_ids, *(tokenizer.eos_ids if tokenizer else ())))
     eos_ids = tuple(token_id for token_id in eos_ids if 0 <= token_id < model.vocab_size)  # no other can be made
-    return Built(runner, hosts, info, eos_ids)
+    compile_grammar = None
+    if tokenizer is not None:
+        compile_grammar = Compiler(partial(vocabulary, tokenizer, model.vocab_size)).compile
+    return Built(runner, hosts, info, eos_ids, compile_grammar)
 
 
 def _page_size(config: EngineConfig) -> int:
@@ -245,6 +259,24 @@ def _spreading(config: EngineConfig, max_num_batched_tokens: int) -> Spreading |
         raise ConfigError(f"--context-parallel-threshold {threshold}: no step has more than --max-num-batched-tokens "
                           f"{max_num_batched_tokens}")  # fmt: skip
     return Spreading(context=context, threshold=threshold or min(1024, max_num_batched_tokens))
+
+
+def _drafter(config: EngineConfig, loaded: LoadedModel, runner: RunnerConfig, checkpoint: Checkpoint
+             ) -> DeviceDrafter | None:  # fmt: skip
+    """None where drafts are made on the host, or not at all."""
+    speculative, path = config.speculative_config, str(checkpoint.path)
+    if speculative is None or speculative.on_host:
+        return None
+    around = Surroundings(
+        target=loaded.model, path=path, tokenizer=config.tokenizer or path, dtype=loaded.dtype,
+        page_size=runner.page_size, max_num_seqs=runner.max_num_seqs, max_model_len=runner.max_model_len,
+        attention_backend=config.attention_backend, experts=_expert_options(config), progress=runner.progress,
+    )  # fmt: skip
+    return load_drafter(speculative, around)
+
+
+def _draft_shapes(config: SpeculativeConfig | None) -> DraftShapes:
+    return DraftShapes() if config is None else DraftShapes(lengths=config.lengths, tree_words=tree_words(config))
 
 
 def _runner_config(config: EngineConfig, model: ModelConfig, hosts: Hosts, progress: bool) -> RunnerConfig:
@@ -268,6 +300,7 @@ def _runner_config(config: EngineConfig, model: ModelConfig, hosts: Hosts, progr
         num_pages=config.num_pages,
         memory_share=config.gpu_memory_utilization,
         spreading=_spreading(config, tokens),
+        drafts=_draft_shapes(config.speculative_config),
         least_of_hosts=hosts.least,
         eplb=config.eplb_config,
         progress=progress,

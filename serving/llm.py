@@ -79,8 +79,8 @@ class LLM:
         if isinstance(speculative := options.get("speculative_config"), Mapping):
             options["speculative_config"] = SpeculativeConfig.of(speculative)
         config = EngineConfig(model=model, **{"max_num_waiting": MAX_PROMPTS, **options})
-        runner, info, eos_ids = build_core(config, progress=progress)
-        client = InProcessClient(runner, info, eos_ids, config)
+        runner, info, eos_ids, compile_grammar = build_core(config, progress=progress)
+        client = InProcessClient(runner, info, eos_ids, config, compile_grammar)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="llm-events", daemon=True)
         self._thread.start()

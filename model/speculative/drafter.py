@@ -14,7 +14,8 @@ from model.sampling import SamplingRows
 
 class Settled(NamedTuple):
     """What a step has settled: its rows' tokens without the rejected drafts. Within a row the settled tokens come first
-    and in order (of a tree, the accepted path); the places after them, and after all rows, hold anything."""
+    and in order (of a tree, the accepted path); the places after them, and after all rows, hold anything. Of several
+    data groups: one after the other, and places in T count within each."""
 
     features: Float[Array, "T F"]
     next_tokens: Int[Array, " T"]  # the token that follows each one: known, or sampled just now
@@ -40,18 +41,15 @@ class DeviceDrafter(Protocol):
     max_drafts: int  # K at most
 
     def state_shapes(self, num_pages: int) -> Any:
-        """A pytree of ShapeDtypeStructs. num_pages: of all data groups."""
-        ...
-
-    def state_axes(self) -> Any:
-        """The logical axes of each, as a pytree of the same structure with tuples for leaves."""
+        """A pytree of ShapeDtypeStructs with shardings. num_pages: of all data groups."""
         ...
 
     def propose(self, state: Any, settled: Settled, batch: StepBatch, rows: SamplingRows, num_drafts: int,
                 embedding: jax.Array, output_matrix: jax.Array) -> tuple[Drafts, Any]:  # fmt: skip
         """Takes in the settled tokens and guesses what follows `settled.token`.
 
-        batch: of the target's step, with its lengths (rejected drafts counted) and page tables. num_drafts: K, static.
+        batch: of the target's step, with its lengths (rejected drafts counted) and page tables. rows: as of the step,
+        but output_index is that of the first draft. num_drafts: K, static.
         embedding, output_matrix: the target's, [V D]. Called outside `map_over_shards`, as the target's layers are.
         """
         ...

@@ -7,7 +7,10 @@ import numpy as np
 
 
 class Matcher(Protocol):
-    """Where the output of one sequence is in its grammar."""
+    """Where the output of one sequence is in its grammar. `error`: why it had to give up, if it had to; then only an
+    end-of-sequence token is allowed."""
+
+    error: str
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """Moves on by output tokens, each allowed by the mask that it was sampled with."""

@@ -61,12 +61,21 @@ class Write(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     output: bytes
 
 
+class Mask(msgspec.Struct, frozen=True):
+    """Which tokens may follow at each position of a row, by its slot among those of all groups."""
+
+    slot: int
+    positions: int
+    words: bytes  # int32
+
+
 class Step(msgspec.Struct, frozen=True, tag=True):
     """Everything a host needs to run the step that host 0 runs: the slots to write first, the shape, the vector."""
 
     shape: tuple[int, ...]  # the fields of `StepShape`
     packed: bytes
     writes: list[Write] = []
+    masks: list[Mask] = []
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

@@ -4,7 +4,7 @@ from dataclasses import astuple
 
 import numpy as np
 
-from serving.distributed.messages import Step, Write
+from serving.distributed.messages import Mask, Step, Write
 from serving.engine.plan import SlotUpdate, Tokens
 from serving.runner.packing import PackedStep
 from serving.runner.shapes import StepShape
@@ -24,7 +24,8 @@ def to_message(step: PackedStep) -> Step:
         )
         for group, update in step.updates
     ]
-    return Step(astuple(step.shape), _bytes(step.packed), writes)
+    masks = [Mask(slot, len(mask), _bytes(mask)) for slot, mask in step.masks]
+    return Step(astuple(step.shape), _bytes(step.packed), writes, masks)
 
 
 def from_message(message: Step, num_groups: int) -> PackedStep:
@@ -44,7 +45,8 @@ def from_message(message: Step, num_groups: int) -> PackedStep:
         for write in message.writes
     ]
     packed = _ints(message.packed).reshape(num_groups, -1)
-    return PackedStep(StepShape(*message.shape), packed, updates)
+    masks = [(mask.slot, _ints(mask.words).reshape(mask.positions, -1)) for mask in message.masks]
+    return PackedStep(StepShape(*message.shape), packed, updates, masks)
 
 
 def _bytes(values: Tokens | np.ndarray) -> bytes:

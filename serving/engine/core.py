@@ -2,9 +2,10 @@
 
     drain commands -> schedule step n+1 -> dispatch it -> fetch step n -> update -> one message to each front end
 
-Step n+1 is dispatched before the results of step n are read, so that the device never waits for the host. Without work
-the core blocks on its inbox. An error of the runner is final: what the device holds is unknown afterwards. All requests
-end with finish_reason "error", and `run` raises.
+Step n+1 is dispatched before the results of step n are read, so that the device never waits for the host; where many
+sequences need those results to go on, they are read first. Without work the core blocks on its inbox. An error of the
+runner is final: what the device holds is unknown afterwards. All requests end with finish_reason "error", and `run`
+raises.
 """
 
 import math
@@ -13,6 +14,8 @@ from typing import Protocol
 
 import msgspec
 
+from serving.decoding.matcher import Matcher
+from serving.engine.compiling import POLL_SECONDS, Compile, Compiling
 from serving.engine.messages import (
     Abort,
     Add,
@@ -29,8 +32,10 @@ from serving.engine.messages import (
 from serving.engine.plan import Runner, StepResult
 from serving.engine.scheduler import Scheduler
 from serving.engine.step import Step
-from serving.errors import EngineDead, PageloomError
-from serving.request import EngineInfo, EngineStats, StepOutput, TokenEvent
+from serving.errors import EngineDead, InvalidRequest, PageloomError
+from serving.request import EngineInfo, EngineRequest, EngineStats, FinishReason, StepOutput, TokenEvent
+
+PAUSE_SECONDS = 0.01  # without work, after which the next step's time counts from its dispatch
 
 ClientId = bytes
 
@@ -49,13 +54,16 @@ class Port(Protocol):
 
 class EngineCore:
     def __init__(
-        self, runner: Runner, scheduler: Scheduler, info: EngineInfo, port: Port, *, check_integrity: bool = False
-    ):
+        self, runner: Runner, scheduler: Scheduler, info: EngineInfo, port: Port, *,
+        compile_grammar: Compile | None = None, check_integrity: bool = False,
+    ):  # fmt: skip
         self._runner = runner
         self._scheduler = scheduler
         self._info = info
         self._port = port
         self._check_integrity = check_integrity
+        self._compiling = Compiling(compile_grammar)
+        self._last_result = 0.0  # when the last step's result came, or the device was given work after a pause
         self._owners: dict[str, ClientId] = {}  # of live requests
         self._clients: set[ClientId] = set()
         self._in_flight: tuple[Step, object] | None = None
@@ -69,22 +77,27 @@ class EngineCore:
                 self._step()
         except Exception as error:  # of any kind: the requests must hear of it, and it goes on up
             why = str(error) if isinstance(error, PageloomError) else f"the engine failed: {error!r}"
-            self._publish(self._scheduler.abort_all("error", why))
+            self._publish([*self._scheduler.abort_all("error", why), *self._drop_compiling("error", why)])
             raise
 
     def _is_over(self) -> bool:
         if self._stop_at is None:
             return False
-        if self._scheduler.has_work and time.monotonic() >= self._stop_at:
-            self._publish(self._scheduler.abort_all("abort"))
-        return not self._scheduler.has_work
+        if time.monotonic() >= self._stop_at:
+            self._publish([*self._scheduler.abort_all("abort"), *self._drop_compiling("abort")])
+        return not self._scheduler.has_work and not self._compiling
 
     def _step(self) -> None:
+        if self._in_flight is not None and self._scheduler.waits_for_result:
+            before, self._in_flight = self._in_flight, None
+            self._finish(before[0], self._runner.fetch(before[1]))
         began = time.perf_counter()
         step = self._scheduler.schedule()
         self._add_seconds("schedule", time.perf_counter() - began)
         before, self._in_flight = self._in_flight, None
         if step is not None:
+            if before is None and time.perf_counter() - self._last_result > PAUSE_SECONDS:
+                self._last_result = time.perf_counter()
             self._in_flight = step, self._runner.dispatch(step.plan)
         elif before is None and self._scheduler.has_work:
             raise RuntimeError("requests are live, but none can run and none is running")
@@ -95,6 +108,10 @@ class EngineCore:
 
     def _finish(self, step: Step, result: StepResult) -> None:
         began = time.perf_counter()
+        if all(row.num_tokens == row.num_drafts + 1 for row in step.plan.rows):
+            num_rows = max(len(group.rows) for group in step.plan.groups)
+            self._scheduler.speculation.observe_step(num_rows, step.plan.draft_length, began - self._last_result)
+        self._last_result = began
         events = self._scheduler.update(step, result)
         self._count(step, result)
         self._publish(events)
@@ -138,8 +155,30 @@ class EngineCore:
     def _serve_commands(self) -> None:
         idle = self._in_flight is None and not self._scheduler.has_work
         timeout = math.inf if idle and self._stop_at is None else 0.0
+        if idle and self._compiling:
+            timeout = POLL_SECONDS
         for client, command in self._port.receive(timeout):
             self._serve(client, command)
+        for request, outcome in self._compiling.ready() if self._compiling else ():
+            if isinstance(outcome, PageloomError):
+                self._refuse(request.request_id, outcome)
+            else:
+                self._add(request, outcome)
+
+    def _add(self, request: EngineRequest, matcher: Matcher | None = None) -> None:
+        try:
+            self._scheduler.add(request, matcher)
+        except PageloomError as error:
+            self._refuse(request.request_id, error)
+
+    def _refuse(self, request_id: str, error: PageloomError) -> None:
+        owner = self._owners.pop(request_id, None)
+        if owner is not None:
+            self._port.send(owner, Refused.of(request_id, error))
+
+    def _drop_compiling(self, reason: FinishReason, error: str = "") -> list[TokenEvent]:
+        return [TokenEvent(request_id=request_id, finish_reason=reason, error=error)
+                for request_id in self._compiling.abort_all()]  # fmt: skip
 
     def _serve(self, client: ClientId, command: Command) -> None:
         match command:
@@ -150,7 +189,12 @@ class EngineCore:
                 try:
                     if self._stop_at is not None:
                         raise EngineDead("the engine is shutting down")
-                    self._scheduler.add(request)
+                    if request.request_id in self._owners:
+                        raise InvalidRequest(f"a request with id {request.request_id!r} is already live", "request_id")
+                    if request.grammar:
+                        self._compiling.add(request)
+                    else:
+                        self._scheduler.add(request)
                     self._owners[request.request_id] = client
                 except PageloomError as error:
                     self._port.send(client, Refused.of(request.request_id, error))
@@ -165,7 +209,11 @@ class EngineCore:
                 self._stop_at = time.monotonic() + grace_seconds
 
     def _abort(self, request_ids: list[str]) -> None:
-        events = [self._scheduler.abort(request_id) for request_id in request_ids]
+        events = [
+            TokenEvent(request_id=request_id, finish_reason="abort") if self._compiling.abort(request_id)
+            else self._scheduler.abort(request_id)
+            for request_id in request_ids
+        ]  # fmt: skip
         self._publish([event for event in events if event is not None])
 
     def _detach(self, client: ClientId) -> None:

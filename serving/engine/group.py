@@ -9,6 +9,7 @@ from bisect import bisect_left, insort
 from serving.engine.plan import SlotUpdate
 from serving.engine.scheduler_config import SchedulerConfig
 from serving.engine.sequence import Sequence, by_rank
+from serving.engine.speculating import Speculation
 from serving.engine.step import GroupBuilder
 from serving.kv.cache import KVCache, Match
 
@@ -17,8 +18,9 @@ class Group:
     """For each step `plan_running` comes first, then any number of `admit`, then `publish_prefilled`; meanwhile `share`
     is the step's share being planned."""
 
-    def __init__(self, config: SchedulerConfig, index: int):
+    def __init__(self, config: SchedulerConfig, index: int, speculation: Speculation):
         self.index = index
+        self._speculation = speculation
         self.kv = KVCache(config.num_pages, config.page_size)
         self.running: list[Sequence] = []  # in order of rank
         self.share = GroupBuilder(0, config.page_size)
@@ -49,8 +51,9 @@ class Group:
         """What the prefix cache has of it; None if it is to share nothing."""
         if seq.namespace is None:
             return None
-        # The whole prompt is computed for its log-probabilities: all but one token of it are not looked for.
-        return self.kv.match(seq.namespace, seq.tokens[: 1 if seq.wants_prompt_logprobs else seq.num_tokens])
+        # What log-probabilities are asked for is computed: of a prompt, all but one token of it are not looked for.
+        wanted = 1 if seq.wants_prompt_logprobs else seq.num_tokens - seq.num_unscored
+        return self.kv.match(seq.namespace, seq.tokens[:wanted])
 
     def has_room(self, match: Match | None, num_tokens: int) -> bool:
         """Whether a newcomer of so many tokens gets its pages. Each running sequence keeps one to grow into: else it
@@ -62,6 +65,7 @@ class Group:
         self.kv.admit(seq.table, match, seq.num_tokens)
         seq.group, seq.slot = self, self._free_slots.pop()
         seq.num_computed = seq.table.num_shared * self.kv.page_size
+        seq.prefill_end = seq.num_tokens
         insort(self.running, seq, key=by_rank)
         if seq.sampling_state is not None:
             self._dirty_slots.add(seq.slot)
@@ -79,7 +83,7 @@ class Group:
         """Ends its running here: its slot and pages are free."""
         del self.running[bisect_left(self.running, seq.rank, key=by_rank)]
         self._free_slots.append(seq.slot)
-        seq.group, seq.slot, seq.num_computed = None, -1, 0
+        seq.group, seq.slot, seq.num_computed, seq.verifying = None, -1, 0, False
         if seq.sampling_state is not None:
             seq.sampling_state.left_slot()
         self.kv.release(seq.table)
@@ -99,37 +103,54 @@ class Group:
         """Returns the sequences that still have a chunk of tokens to compute, and those that were preempted."""
         prefills: list[Sequence] = []
         preempted: list[Sequence] = []
-        page_size = self.kv.page_size
+        spare = self.share.budget - len(self.running)  # tokens beyond one of each sequence
         for seq in tuple(self.running):
             if seq.slot < 0:  # preempted just now, and so were all after it
                 break
             start = seq.num_computed
             if start >= seq.end:  # whatever comes back is its last token
                 continue
-            if seq.num_tokens + seq.num_pending - start > 1:
+            if start < seq.prefill_end and seq.total - start > 1:
                 prefills.append(seq)
                 continue
-            if seq.num_pending and seq.sampling_state is not None and seq.sampling_state.needs_outputs:
+            if seq.num_pending and (seq.needs_newest or self._speculation.is_on):
                 continue
-            if start >= seq.table.num_pages * page_size and not self.kv.grow(seq.table, start + 1):
-                self.short_of_pages = True
-                if not self._preempt_for(seq, preempted):
-                    break
-            self.share.add_decode(seq)
+            num_tokens = 1 + min(seq.total - start - 1, spare)
+            if not self._grow(seq, start + num_tokens) and not self._preempt_for(seq, num_tokens, preempted):
+                break
+            spare -= self._add_row(seq, num_tokens, spare - num_tokens + 1) - 1
         return prefills, preempted
 
-    def _preempt_for(self, seq: Sequence, preempted: list[Sequence]) -> bool:
+    def _add_row(self, seq: Sequence, num_tokens: int, room: int) -> int:
+        """Adds a row of `num_tokens` known or pending tokens, for which there are pages, with a draft where there is
+        one and room for it. Returns how many tokens it has."""
+        draft = mask = None
+        if not seq.num_pending and seq.num_computed + num_tokens == seq.num_tokens:
+            draft, mask = self._speculation.propose(seq, num_tokens, room)
+        if draft is not None and not self.kv.grow(seq.table, seq.num_computed + num_tokens + len(draft)):
+            draft, mask = None, None if mask is None else mask[:1]
+        self.share.add_decode(seq, num_tokens, draft, mask)
+        return num_tokens + (0 if draft is None else len(draft))
+
+    def _grow(self, seq: Sequence, num_tokens: int) -> bool:
+        if num_tokens <= seq.table.num_pages * self.kv.page_size or self.kv.grow(seq.table, num_tokens):
+            return True
+        self.short_of_pages = True
+        return False
+
+    def _preempt_for(self, seq: Sequence, num_tokens: int, preempted: list[Sequence]) -> bool:
         """Preempts sequences of lower rank until `seq` can grow. None of them is in the step yet: they are planned in
         order of rank. False: it is the last one itself; it keeps its pages and waits."""
         while self.running[-1] is not seq:
             victim = self.running[-1]
             self.leave(victim)
             preempted.append(victim)
-            if self.kv.grow(seq.table, seq.num_computed + 1):
+            if self.kv.grow(seq.table, seq.num_computed + num_tokens):
                 return True
         return False
 
     def _plan_chunk(self, seq: Sequence) -> None:
         self.num_outstanding += seq.num_tokens - seq.num_computed
         if self.share.budget:
-            self.share.add_chunk(seq, self._config.long_prefill_token_threshold)
+            limit = self._config.long_prefill_token_threshold
+            self.share.add_chunk(seq, limit, lambda: self._speculation.propose(seq, 0, 0)[1])

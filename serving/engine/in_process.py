@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 
 from serving.config import EngineConfig
+from serving.engine.compiling import Compile
 from serving.engine.core import ClientId, EngineCore
 from serving.engine.messages import Command, Hello, Reply, Shutdown
 from serving.engine.plan import Runner
@@ -21,12 +22,14 @@ ME: ClientId = b"in-process"
 
 
 class InProcessClient(StreamingClient):
-    def __init__(self, runner: Runner, info: EngineInfo, eos_token_ids: tuple[int, ...], config: EngineConfig):
+    def __init__(self, runner: Runner, info: EngineInfo, eos_token_ids: tuple[int, ...], config: EngineConfig,
+                 compile_grammar: Compile | None = None):  # fmt: skip
         super().__init__()
         self.info = info
         self.scheduler = Scheduler(SchedulerConfig.of(runner, eos_token_ids, config))
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._core = EngineCore(runner, self.scheduler, info, self, check_integrity=config.check_integrity)
+        self._core = EngineCore(runner, self.scheduler, info, self, compile_grammar=compile_grammar,
+                                check_integrity=config.check_integrity)  # fmt: skip
         self._thread = threading.Thread(target=self._run, name="engine-core", daemon=True)
         self._inbox.put(Hello())
         self._thread.start()

@@ -12,12 +12,52 @@ from serving.request import ExpertStats, Logprobs, SamplingParams
 Tokens = Seq[int] | np.ndarray  # int32; an array is a view, not to be kept after `dispatch`
 
 
+@dataclass(frozen=True)
+class Draft:
+    """Tokens that may follow a sequence, to be verified by the model. A chain, or a tree whose tokens come after their
+    parents."""
+
+    tokens: np.ndarray  # int32
+    parents: np.ndarray | None = None  # int32, index among the tokens; -1: the last known token. None: a chain
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def parent_of(self) -> np.ndarray:
+        """Of each token, -1 for the last known one, also of a chain."""
+        return np.arange(-1, len(self.tokens) - 1, dtype=np.int32) if self.parents is None else self.parents
+
+    def first(self, count: int) -> "Draft":
+        """The first tokens; parents come before their children."""
+        return Draft(self.tokens[:count], None if self.parents is None else self.parents[:count])
+
+    def up_to(self, depth: int) -> "Draft":
+        """Without the tokens that have `depth` tokens or more before them."""
+        if self.parents is None:
+            return self if len(self.tokens) <= depth else self.first(depth)
+        depths = np.ones(len(self.tokens), np.int32)
+        for i, parent in enumerate(self.parents.tolist()):
+            depths[i] += depths[parent] if parent >= 0 else 0
+        return self.only(depths <= depth)
+
+    def only(self, kept: np.ndarray) -> "Draft":
+        """Some of the tokens, with the parents of all of them."""
+        if self.parents is None:
+            return self.first(int(kept.sum()))
+        number = np.concatenate([np.cumsum(kept) - 1, [-1]]).astype(np.int32)  # the last is the parent -1
+        return Draft(self.tokens[kept], number[self.parents[kept]])
+
+
 @dataclass(frozen=True, kw_only=True)
 class RowPlan:
-    """One sequence's share of a step: `num_tokens` tokens at positions start .. start + num_tokens - 1.
+    """One sequence's share of a step: `num_tokens` tokens at cache indices start .. start + num_tokens - 1.
 
     `token_ids` holds them, or is None for a decode row whose single input token was sampled by an earlier step and
     may not have reached the host yet: the runner takes it from the device, at `slot`.
+
+    The last `len(draft)` of them are guesses. The device verifies each against what it samples after the draft's
+    parent, and samples one more token after the last that it accepts.
     """
 
     request_id: str
@@ -29,10 +69,19 @@ class RowPlan:
     page_ids: np.ndarray
     sampling: SamplingParams
     samples: bool  # the row's last token is the newest known: sample its successor
-    output_index: int  # index of the sampled token among the sequence's output tokens (feeds the seed)
-    # With prompt_logprobs: the prompt token that follows each of the row's first tokens. The last token of the prompt
-    # has no such successor, so there may be fewer targets than tokens.
-    prompt_targets: Tokens | None = None
+    output_index: int  # index of the first sampled token among the sequence's output tokens (feeds the seed)
+    # Known tokens to score: those that follow the row's first tokens, with prompt_logprobs or, where a grammar has
+    # forced some, with logprobs. There may be fewer targets than tokens.
+    targets: Tokens | None = None
+    draft: Draft | None = None
+    # The tokens allowed after the last known token and after each draft: int32 [1 + drafts, V / 32 rounded up], bit
+    # i % 32 of word i // 32. None: all
+    mask: np.ndarray | None = None
+    following: int = 0  # the known token after the row's last, where it does not sample: for drafters on the device
+
+    @property
+    def num_drafts(self) -> int:
+        return 0 if self.draft is None else len(self.draft)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +121,7 @@ class StepPlan:
     """What all data groups do in one step. A group without rows only pads along."""
 
     groups: list[GroupPlan]  # always one for each of the runner's groups
+    draft_length: int = 0  # how many tokens a drafter on the device should propose to each row's next step
 
     @cached_property
     def rows(self) -> list[RowPlan]:
@@ -85,11 +135,13 @@ class StepPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Aligned with the plan's rows. `token_ids[i]` means nothing where `rows[i].samples` is false."""
+    """Aligned with the plan's rows."""
 
-    token_ids: list[int]
-    logprobs: list[Logprobs | None]
-    prompt_logprobs: list[list[Logprobs] | None]  # one entry for each of the row's prompt_targets
+    token_ids: list[list[int]]  # the accepted drafts and the token after them; none where `samples` is false
+    logprobs: list[list[Logprobs] | None]  # one entry a token
+    target_logprobs: list[list[Logprobs] | None]  # one entry for each of the row's targets
+    num_kept: list[int]  # accepted drafts, from the first on, whose K/V is where the next token expects it
+    drafts: list[Draft | None]  # what the device proposes to follow, where it has a drafter
     device_seconds: float = 0.0  # waiting for the device
     fetch_seconds: float = 0.0  # copying and unpacking
     experts: ExpertStats | None = None  # where there is news of them
@@ -107,6 +159,7 @@ class Runner(Protocol):
     max_num_batched_tokens: int
     max_model_len: int
     vocab_size: int
+    drafts_on_device: bool  # a step's results bring drafts for the next
 
     def dispatch(self, plan: StepPlan) -> Any:
         """Packs and starts a step without waiting for it; returns a handle for `fetch`."""

@@ -26,6 +26,7 @@ import msgspec
 import zmq
 
 from serving.config import EngineConfig
+from serving.engine.compiling import Compile
 from serving.engine.core import ClientId, EngineCore
 from serving.engine.messages import Command, Ready, Reply
 from serving.engine.plan import Runner
@@ -39,7 +40,8 @@ BOOTSTRAP = (
 )
 MOST_UNREAD_MESSAGES = 100_000  # a front end that lets more pile up is taken for gone
 
-Build = Callable[[EngineConfig], tuple[Runner, EngineInfo, tuple[int, ...]]]  # runner, info, eos token ids
+# Runner, info, eos token ids, and what compiles grammars
+Build = Callable[[EngineConfig], tuple[Runner, EngineInfo, tuple[int, ...], Compile | None]]
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True):
@@ -108,7 +110,7 @@ def main() -> None:
     threading.Thread(target=_exit_with_parent, args=(os.getppid(), address), daemon=True).start()
     with open(answer, "wb") as pipe:
         try:
-            runner, info, eos_token_ids = _find(build)(config)
+            runner, info, eos_token_ids, compile_grammar = _find(build)(config)
         except PageloomError as error:
             pipe.write(msgspec.msgpack.encode(StartFailed(str(error))))
             pipe.flush()
@@ -120,7 +122,8 @@ def main() -> None:
         port = SocketPort(address)
         pipe.write(msgspec.msgpack.encode(Ready(info)))
     scheduler = Scheduler(SchedulerConfig.of(runner, eos_token_ids, config))
-    core = EngineCore(runner, scheduler, info, port, check_integrity=config.check_integrity)
+    core = EngineCore(runner, scheduler, info, port, compile_grammar=compile_grammar,
+                      check_integrity=config.check_integrity)  # fmt: skip
     gc.collect()
     gc.freeze()  # what start-up made stays; a collection need not walk it between two steps
     code, reason = 0, ""

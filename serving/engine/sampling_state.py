@@ -44,8 +44,19 @@ class SamplingState:
         """The bans depend on the newest output: no step may be planned while one is pending."""
         return bool(self._words)
 
+    def most_drafts(self, output_index: int) -> int:
+        """How many drafts may follow each other from there on, so that the bans are the same for all of them."""
+        if self._words:
+            return 0
+        return self._min_tokens - output_index - 1 if output_index < self._min_tokens else 1 << 30
+
     def left_slot(self) -> None:
         self._sent = None
+
+    def counts_anew(self) -> None:
+        """Tokens came that the device has not sampled: it is told all counts again."""
+        if self._counts:
+            self._sent = None
 
     def update(self, seq: Sequence, output_index: int) -> SlotUpdate | None:
         """What to send along with the step that samples output `output_index` of `seq`, if anything."""

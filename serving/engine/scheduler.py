@@ -7,7 +7,11 @@ keep their tokens and wait at the place their rank gives them, to be computed ag
 
 Steps overlap: `schedule` is called again before the results of the last step are known, and `update` gets them
 later. Until then a sampled token is pending (see `sequence.py`). A result for a sequence that has ended meanwhile is
-dropped; one for a sequence that was preempted meanwhile counts.
+dropped; one for a sequence that was preempted meanwhile counts. Sequences whose next row depends on their newest token,
+for a grammar or for drafts, are planned once it is known, and the others meanwhile.
+
+A grammar often leaves no choice. Tokens that it forces are appended as soon as that is known, without being sampled;
+the next row feeds them all.
 
 Plain Python over integers; one thread calls it.
 """
@@ -17,26 +21,30 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Hashable
 
+from serving.decoding.matcher import Matcher
 from serving.engine.group import Group
 from serving.engine.placement import choose, find_places
-from serving.engine.plan import StepResult
+from serving.engine.plan import RowPlan, StepResult
 from serving.engine.policies import POLICIES
 from serving.engine.sampling_state import sampling_state
 from serving.engine.scheduler_config import SchedulerConfig
 from serving.engine.sequence import Sequence, by_rank
 from serving.engine.shared_prefixes import Leaders, leader_of
+from serving.engine.speculating import Speculation
 from serving.engine.step import Step
 from serving.errors import InvalidRequest, Overloaded
 from serving.request import EngineRequest, EngineStats, FinishReason, GroupStats, Logprobs, TokenEvent
 
+WAITING_SHARE = 8  # steps are read before the next is planned where one in so many sequences would miss that one
 MAX_PASSED = 16  # sequences that a step may pass over: each costs a look into every group's prefix cache
 
 
 class Scheduler:
     def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = time.time):
         self.config = config
-        self.groups = [Group(config, index) for index in range(config.num_groups)]
         self.stats = EngineStats()
+        self.speculation = Speculation(config.speculation, self.stats)
+        self.groups = [Group(config, index, self.speculation) for index in range(config.num_groups)]
         self._clock = clock
         self._policy = POLICIES[config.policy]()
         self._sequences: dict[str, Sequence] = {}
@@ -48,8 +56,17 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._sequences)
 
-    def add(self, request: EngineRequest) -> None:
-        """Queues a request. Raises `InvalidRequest` if it can never run and `Overloaded` if too many wait."""
+    @property
+    def waits_for_result(self) -> bool:
+        """Whether the step in flight had better be read before the next is planned: too many sequences would miss it.
+        What that costs is the time between steps, a few percent of one."""
+        running = [seq for group in self.groups for seq in group.running]
+        waiting = sum(bool(seq.num_pending) and (seq.needs_newest or self.speculation.is_on) for seq in running)
+        return waiting * WAITING_SHARE >= max(len(running), 1)
+
+    def add(self, request: EngineRequest, matcher: Matcher | None = None) -> None:
+        """Queues a request. matcher: of its grammar, if it has one. Raises `InvalidRequest` if it can never run and
+        `Overloaded` if too many wait."""
         config = self.config
         if request.request_id in self._sequences:
             raise InvalidRequest(f"a request with id {request.request_id!r} is already live", "request_id")
@@ -71,6 +88,8 @@ class Scheduler:
             page_size=config.page_size,
             namespace=namespace,
             sampling_state=sampling_state(request, config.eos_token_ids),
+            matcher=matcher,
+            mask_words=-(-config.vocab_size // 32),
         )
         needed, kv = -(-seq.end // config.page_size), self.groups[0].kv
         if needed > kv.pool.num_usable:
@@ -84,6 +103,7 @@ class Scheduler:
         self._sequences[request.request_id] = seq
         if self._shares_with_siblings_only(seq):
             self._siblings[request.group_id] += 1
+        self._force(seq)
         insort(self._waiting, seq, key=by_rank)
 
     def abort(self, request_id: str) -> TokenEvent | None:
@@ -99,6 +119,7 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """Plans the next step, to be dispatched at once; None if there is nothing to run now."""
+        self.speculation.begin_step(max(len(group.running) for group in self.groups))
         for group in self.groups:
             for seq in group.plan_running():
                 insort(self._waiting, seq, key=by_rank)
@@ -107,20 +128,24 @@ class Scheduler:
             self._admit_waiting()
         for group in self.groups:
             group.publish_prefilled()
-        return Step.of([group.share for group in self.groups])
+        return Step.of([group.share for group in self.groups], self.speculation.length)
 
     def update(self, step: Step, result: StepResult) -> list[TokenEvent]:
         """Takes in the results of a step, in the order of scheduling."""
-        events = []
+        events: list[TokenEvent] = []
+        accepted: dict[int, int] = {}  # drafts of rows that had some, or might have had
         for i, (seq, row) in enumerate(zip(step.sequences, step.plan.rows, strict=True)):
             if seq.finish_reason is not None:
                 continue
-            if row.prompt_targets is not None:
-                seq.store_prompt_logprobs(row.start + 1, result.prompt_logprobs[i] or [])
-            if row.samples:
-                events.append(self._take_token(seq, result.token_ids[i], result.logprobs[i]))
-            elif row.start + row.num_tokens == seq.max_len:  # max_tokens is 0
-                events.append(self._finish(seq, "length", seq.next_event()))
+            if row.draft is not None:
+                accepted[i] = len(result.token_ids[i]) - 1
+                self.speculation.count(row.draft, accepted[i])
+            elif row.samples and row.num_tokens == 1:
+                accepted[i] = 0
+            event = self._take(seq, row, result, i)
+            if event is not None:
+                events.append(event)
+        self.speculation.observe_rows(step.plan, accepted)
         return events
 
     def flush(self) -> bool:
@@ -145,6 +170,8 @@ class Scheduler:
             assert seq.slot == -1 and not seq.table.num_pages and not seq.num_computed
         for seq in seqs:
             assert seq.finish_reason is None and 0 <= seq.num_pending <= 2 and seq.total <= seq.max_len
+            assert not seq.verifying or seq.num_pending == 1
+            assert 0 <= seq.num_untold <= seq.num_tokens - seq.prompt_len
         for group in self.groups:
             group.check_integrity()
 
@@ -202,31 +229,117 @@ class Scheduler:
 
     # ---- life of a sequence
 
-    def _take_token(self, seq: Sequence, token: int, logprobs: Logprobs | None) -> TokenEvent:
-        seq.tokens[seq.num_tokens] = token
-        seq.num_tokens += 1
-        seq.num_pending -= 1
-        self.stats.generation_tokens += 1
-        event = seq.next_event()
-        event.new_token_ids = [token]
-        if logprobs is not None:
-            event.logprobs = [logprobs]
+    def _take(self, seq: Sequence, row: RowPlan, result: StepResult, index: int) -> TokenEvent | None:
+        """What a row's result means for its sequence; None: nothing to tell."""
+        tokens, event = result.token_ids[index], TokenEvent(request_id=row.request_id)
+        scored = result.target_logprobs[index] or []
+        if row.targets is not None and row.start + 1 < seq.prompt_len and seq.prompt_logprobs is not None:
+            count, of_prompt = seq.request.sampling.prompt_logprobs, scored[: seq.prompt_len - row.start - 1]
+            seq.store_prompt_logprobs(row.start + 1, [_cut(one, count) for one in of_prompt])
+        self._tell_forced(seq, event, row.start + 1, scored)
+        if row.samples:
+            seq.num_pending -= 1
+            if seq.group is not None:
+                seq.num_computed += result.num_kept[index]
+            seq.verifying, seq.draft = False, result.drafts[index]
+            self._append(seq, event, tokens, result.logprobs[index])
+        elif row.start + row.num_tokens == seq.max_len:  # max_tokens is 0
+            self._finish(seq, "length", event)
+        if not event.new_token_ids and event.finish_reason is None:
+            return None
+        return seq.told(event)
+
+    def _tell_forced(self, seq: Sequence, event: TokenEvent, first: int, scored: list[Logprobs]) -> None:
+        """Adds forced tokens to the event: all, or those whose log-probabilities have come. scored: of the tokens
+        from the index `first` on."""
+        if not seq.num_untold:
+            return
+        untold = seq.num_tokens - seq.num_untold
+        count = seq.num_untold
+        if seq.num_unscored:
+            ready = scored[max(untold - first, 0) :] if untold >= first else []
+            count = min(count, len(ready))
+            event.logprobs = [_cut(one, seq.request.sampling.logprobs) for one in ready[:count]]
+        event.new_token_ids += seq.tokens[untold : untold + count].tolist()
+        seq.num_untold -= count
+
+    def _append(self, seq: Sequence, event: TokenEvent, tokens: list[int], logprobs: list[Logprobs] | None) -> None:
+        """Takes in sampled tokens, and what the grammar forces after them. Those after an end are dropped."""
+        for i, token in enumerate(tokens):
+            seq.append(token)
+            event.new_token_ids.append(token)
+            if logprobs is not None:
+                event.logprobs = [*(event.logprobs or []), logprobs[i]]
+            reason = self._end_of(seq, token)
+            if reason is not None:
+                self.stats.generation_tokens += i + 1
+                self._end(seq, event, reason, token)
+                return
+        self.stats.generation_tokens += len(tokens)
+        if seq.matcher is not None:
+            seq.matcher.accept(tokens)
+            ending = self._force(seq, may_end=seq.request.sampling.logprobs is None)
+            if seq.request.sampling.logprobs is None:
+                self._tell_forced(seq, event, 0, [])
+            if ending is not None:
+                self._end(seq, event, *ending)
+                return
+        self._publish(seq)
+
+    def _force(self, seq: Sequence, may_end: bool = False) -> tuple[FinishReason, int] | None:
+        """Appends the tokens that the grammar leaves no choice about, untold. One that ends the sequence only if
+        `may_end`, and then says so; otherwise it is sampled, from nothing else."""
+        if seq.matcher is None:
+            return None
+        forced, end = seq.matcher.forced(), None
+        for count, token in enumerate(forced):
+            reason = self._end_of(seq, token, seq.num_tokens + 1)
+            if reason is not None and not may_end:
+                forced = forced[:count]
+                break
+            if reason is not None:
+                forced, end = forced[: count + 1], (reason, token)
+                break
+        for token in forced:
+            seq.append(token)
+        seq.num_untold += len(forced)
+        self.stats.forced_tokens += len(forced)
+        self.stats.generation_tokens += len(forced)
+        if forced and end is None:
+            seq.matcher.accept(forced)
+            if seq.sampling_state is not None:
+                seq.sampling_state.counts_anew()
+        return end
+
+    def _end_of(self, seq: Sequence, token: int, num_tokens: int | None = None) -> FinishReason | None:
+        """Why the sequence ends with this token, if it does. num_tokens: with it, if it is not appended yet."""
+        sampling = seq.request.sampling
+        if token in self.config.eos_token_ids and (not sampling.ignore_eos or seq.matcher is not None):
+            return "stop"
+        if token in sampling.stop_token_ids:
+            return "stop"
+        return "length" if (num_tokens or seq.num_tokens) >= seq.max_len else None
+
+    def _end(self, seq: Sequence, event: TokenEvent, reason: FinishReason, token: int) -> None:
+        if reason == "stop" and token in seq.request.sampling.stop_token_ids and not self._is_eos(seq, token):
+            event.stop_token_id = token
+        if seq.matcher is not None and seq.matcher.error:
+            reason, event.error = "error", f"the grammar cannot go on: {seq.matcher.error}"
+        self._finish(seq, reason, event)
+
+    def _is_eos(self, seq: Sequence, token: int) -> bool:
+        return token in self.config.eos_token_ids and not seq.request.sampling.ignore_eos
+
+    def _publish(self, seq: Sequence) -> None:
+        """Shares pages that are full of known tokens by now."""
         known = min(seq.num_computed, seq.num_tokens)
         if seq.group is not None and known >= (seq.table.num_shared + 1) * self.config.page_size:
             seq.group.kv.publish(seq.table, seq.tokens, known)
-        sampling = seq.request.sampling
-        if token in self.config.eos_token_ids and not sampling.ignore_eos:
-            return self._finish(seq, "stop", event)
-        if token in sampling.stop_token_ids:
-            event.stop_token_id = token
-            return self._finish(seq, "stop", event)
-        if seq.num_tokens >= seq.max_len:
-            return self._finish(seq, "length", event)
-        return event
 
     def _finish(self, seq: Sequence, reason: FinishReason, event: TokenEvent) -> TokenEvent:
         """Frees all that the sequence holds. Steps in flight may still write its pages: later ones overwrite them."""
         seq.finish_reason = event.finish_reason = reason
+        self.speculation.forget(seq)
         del self._sequences[seq.request.request_id]
         if seq.group is not None and seq.slot >= 0:
             seq.group.leave(seq)
@@ -243,3 +356,10 @@ class Scheduler:
 
     def _shares_with_siblings_only(self, seq: Sequence) -> bool:
         return bool(seq.request.group_id) and not self.config.enable_prefix_caching
+
+
+def _cut(logprobs: Logprobs, count: int | None) -> Logprobs:
+    """With the `count` most likely tokens."""
+    top = count or 0
+    return Logprobs(logprobs.token_id, logprobs.logprob, logprobs.rank, logprobs.top_ids[:top],
+                    logprobs.top_logprobs[:top])  # fmt: skip

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from serving.config import EngineConfig
 from serving.engine.plan import Runner
+from serving.engine.speculating import SpeculationParts, speculation_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,8 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     policy: str = "fcfs"
     max_num_waiting: int = 4096
+    vocab_size: int = 0  # of the masks of grammars
+    speculation: SpeculationParts | None = None
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -38,4 +41,6 @@ class SchedulerConfig:
             enable_prefix_caching=config.enable_prefix_caching,
             policy=config.scheduling_policy,
             max_num_waiting=config.max_num_waiting,
+            vocab_size=runner.vocab_size,
+            speculation=speculation_parts(config.speculative_config),
         )

@@ -4,7 +4,8 @@
     KV       |<---------- num_computed ----------->|                             written by steps dispatched so far
 
 A pending token has been sampled by a step that is still in flight; its value is known on the device only. A decode row
-feeds the last token, known or pending, so num_computed is at most num_tokens + num_pending.
+feeds the last token, known or pending, so num_computed is at most num_tokens + num_pending. Of a row with drafts it is
+not known how many tokens are pending: one is counted, and nothing more is planned before they are known.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from serving.decoding.matcher import Matcher
+from serving.engine.plan import Draft
 from serving.engine.sampling_state import SamplingState
 from serving.kv.cache import PageTable
 from serving.request import EngineRequest, FinishReason, Logprobs, TokenEvent
@@ -35,6 +38,8 @@ class Sequence:
         page_size: int,
         namespace: Hashable | None,
         sampling_state: SamplingState | None,
+        matcher: Matcher | None = None,
+        mask_words: int = 0,
     ):
         sampling = request.sampling
         self.request = request
@@ -55,6 +60,12 @@ class Sequence:
         self.slot = -1  # in its group; -1: waiting
         self.group: Group | None = None  # where it runs; of one that waits, the group that frees pages for it
         self.sampling_state = sampling_state
+        self.matcher = matcher  # of the grammar that its output follows, moved on by all known output tokens
+        self.mask_words = mask_words  # int32 words of a mask over the vocabulary
+        self.draft: Draft | None = None  # proposed by the device after the last known token
+        self.verifying = False  # a row with drafts is in flight
+        self.num_untold = 0  # of the known tokens, the last ones, forced by the grammar and in no event yet
+        self.prefill_end = self.prompt_len  # tokens that it had when it was let run, which have their pages since
         self.finish_reason: FinishReason | None = None
         self.leader: Sequence | None = None  # is computing pages that this one waits for ...
         self.leader_pages = 0  # ... until it has published this many
@@ -73,17 +84,31 @@ class Sequence:
         return self.num_tokens + self.num_pending
 
     @property
+    def num_unscored(self) -> int:
+        """Of the known tokens, the last ones whose log-probabilities are still asked for."""
+        return 0 if self.request.sampling.logprobs is None else self.num_untold
+
+    @property
+    def needs_newest(self) -> bool:
+        """No row may be planned while its newest token is pending."""
+        needs_outputs = self.sampling_state is not None and self.sampling_state.needs_outputs
+        return self.verifying or self.matcher is not None or needs_outputs
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """Some prompt token must still be computed for its log-probability, even if its K/V is cached."""
         return self.prompt_targets_end < self.prompt_len
 
-    def next_prompt_targets(self, start: int, end: int) -> np.ndarray | None:
-        """The successors to score of the tokens start .. end - 1, if some have not been asked for; now they have."""
-        if self.prompt_targets_end > end:
-            return None
-        targets = self.tokens[start + 1 : min(end + 1, self.prompt_len)]
-        self.prompt_targets_end = start + 1 + len(targets)
-        return targets
+    def next_targets(self, start: int, end: int) -> np.ndarray | None:
+        """The known successors to score of the tokens start .. end - 1, if some have not been asked for; now they
+        have."""
+        if self.prompt_targets_end <= end and self.wants_prompt_logprobs:
+            targets = self.tokens[start + 1 : min(end + 1, self.prompt_len)]
+            self.prompt_targets_end = start + 1 + len(targets)
+            return targets
+        if self.num_unscored and end >= self.num_tokens - self.num_unscored:
+            return self.tokens[start + 1 : min(end + 1, self.num_tokens)]
+        return None
 
     def store_prompt_logprobs(self, start: int, logprobs: list[Logprobs]) -> None:
         """Twice for a position (after a preemption) is harmless."""
@@ -91,14 +116,17 @@ class Sequence:
         for position, entry in enumerate(logprobs, start):
             self.prompt_logprobs[position] = entry
 
-    def next_event(self) -> TokenEvent:
-        """An event without tokens yet; the first one carries what is told once."""
-        event = TokenEvent(request_id=self.request.request_id)
+    def told(self, event: TokenEvent) -> TokenEvent:
+        """The event; the first one carries what is told once."""
         if not self.told_first:
             self.told_first = True
             event.num_cached_tokens, event.queue_time = self.num_cached, self.queue_time
             event.prompt_logprobs = self.prompt_logprobs
         return event
+
+    def append(self, token: int) -> None:
+        self.tokens[self.num_tokens] = token
+        self.num_tokens += 1
 
     def output_token_ids(self) -> np.ndarray:
         return self.tokens[self.prompt_len : self.num_tokens]

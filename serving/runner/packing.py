@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Int
 
 from model.batch import StepBatch
 from model.sampling import SamplingFlags, SamplingRows
+from model.verification import DraftRows
 from serving.engine.plan import GroupPlan, RowPlan, SlotUpdate, StepPlan
 from serving.request import SamplingParams
 from serving.runner.shapes import StepShape
@@ -31,26 +32,33 @@ class StepInputs(NamedTuple):
     batch: StepBatch
     rows: SamplingRows  # [G S]
     flags: Bool[Array, "G n"]  # of SamplingFlags; the same for all groups
-    prompt_targets: Int[Array, " GT"]
+    targets: Int[Array, " GT"]
     from_device: Bool[Array, " GT"]
+    drafts: DraftRows | None  # [G S]; None: the shape has none
 
 
 def _layout(shape: StepShape, row_pages: int) -> dict[str, tuple[int, ...]]:
     """Sections of the vector, in order."""
     T, S = shape.num_tokens, shape.num_rows
-    return {
+    sections: dict[str, tuple[int, ...]] = {
         "tokens": (T,),
-        "prompt_targets": (T,),
+        "targets": (T,),
         "page_table": (S, row_pages),
         "kv_lens": (S,),
         "cu_q_lens": (S + 1,),
         "distribution": (3,),
         "slots": (S,),
         "samples": (S,),
+        "masked": (S,),
         "output_index": (S,),
         "params": (S, _PARAMS),
         "flags": (len(SamplingFlags._fields),),
     }
+    if shape.num_drafts:
+        sections |= {"num_drafts": (S,), "following": (S,)}
+    if shape.tree_words:
+        sections["parents"] = S, shape.num_drafts
+    return sections
 
 
 def packed_size(shape: StepShape, row_pages: int) -> int:
@@ -76,6 +84,9 @@ class PackedStep:
     shape: StepShape
     packed: Int[np.ndarray, "G size"]
     updates: Sequence[tuple[int, SlotUpdate]]  # and the data group of each
+    # Slot, of those of all groups, and the tokens that may follow: int32 [sampled, V / 32 rounded up], sampled as in
+    # `shape` or fewer.
+    masks: Sequence[tuple[int, np.ndarray]] = ()
 
 
 class Packer:
@@ -110,6 +121,7 @@ class Packer:
         part["slots"][:count] = slots
         part["params"][:count] = params[slots]
         part["samples"][:count] = [row.samples for row in rows]
+        part["masked"][:count] = [row.mask is not None for row in rows]
         part["output_index"][:count] = [row.output_index for row in rows]
         lengths = [row.num_tokens for row in rows]
         part["kv_lens"][:count] = [row.start + row.num_tokens for row in rows]
@@ -120,9 +132,15 @@ class Packer:
         for place, row in enumerate(rows):
             part["page_table"][place, : len(row.page_ids)] = row.page_ids
             part["tokens"][at : at + row.num_tokens] = FROM_DEVICE if row.token_ids is None else row.token_ids
-            if row.prompt_targets is not None:
-                part["prompt_targets"][at : at + len(row.prompt_targets)] = row.prompt_targets
+            if row.targets is not None:
+                part["targets"][at : at + len(row.targets)] = row.targets
             at += row.num_tokens
+        if "num_drafts" in part:
+            part["num_drafts"][:count] = [row.num_drafts for row in rows]
+            part["following"][:count] = [row.following for row in rows]
+        for place, row in enumerate(rows if "parents" in part else ()):
+            if row.draft is not None:
+                part["parents"][place, : row.num_drafts] = row.draft.parent_of
 
 
 def _flags(rows: Sequence[RowPlan], biased_slots: Sequence[bool]) -> np.ndarray:
@@ -136,7 +154,8 @@ def _flags(rows: Sequence[RowPlan], biased_slots: Sequence[bool]) -> np.ndarray:
         biased=any(biased_slots[row.slot] for row in rows),
         penalized=any(is_penalized(sampling) for sampling in sampled),
         logprobs=any(sampling.logprobs is not None for sampling in sampled),
-        prompt_logprobs=any(row.prompt_targets is not None for row in rows),
+        masked=any(row.mask is not None for row in rows),
+        target_logprobs=any(row.targets is not None for row in rows),
     )
     return np.array([flags[name] for name in SamplingFlags._fields])
 
@@ -161,6 +180,7 @@ def unpack(packed: Int[Array, "G size"], shape: StepShape, row_pages: int) -> St
     rows = SamplingRows(
         slot=part["slots"],
         samples=part["samples"].astype(bool),
+        masked=part["masked"].astype(bool),
         output_index=part["output_index"],
         seed=params[:, :2],
         top_k=params[:, 2],
@@ -175,7 +195,11 @@ def unpack(packed: Int[Array, "G size"], shape: StepShape, row_pages: int) -> St
         distribution=part["distribution"],
     )
     flags, from_device = of_groups["flags"].astype(bool), part["tokens"] == FROM_DEVICE
-    return StepInputs(batch, rows, flags, part["prompt_targets"], from_device)
+    drafts = None
+    if shape.num_drafts:
+        parents = part["parents"] if shape.tree_words else None
+        drafts = DraftRows(part["num_drafts"], part["following"], parents)
+    return StepInputs(batch, rows, flags, part["targets"], from_device, drafts)
 
 
 def _positions(num_tokens: int, cu_q_lens: Int[Array, " S+1"], kv_lens: Int[Array, " S"]) -> Int[Array, " T"]:

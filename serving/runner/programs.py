@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from model.build import Kernels
+from model.speculative.drafter import DeviceDrafter
 from model.transformer import Path, Transformer, param_axes, param_dtypes
 from serving.config import MAX_LOGPROBS
 from serving.runner.packing import packed_size
@@ -19,12 +20,15 @@ from serving.runner.step import DeviceState, run_step, state_shapes, with_shardi
 
 
 class StepProgram:
-    """A model's step, and the shapes of its state. The model holds arrays or, where nothing is to run, shapes with
-    shardings. max_num_seqs: of each data group."""
+    """A model's step, and the shapes of its state. The model, and a drafter on the device, hold arrays or, where
+    nothing is to run, shapes with shardings. max_num_seqs: of each data group. num_drafts: the most of a row."""
 
-    def __init__(self, model: Transformer, kernels: Kernels, *, max_num_seqs: int):
+    def __init__(self, model: Transformer, kernels: Kernels, *, max_num_seqs: int, num_drafts: int = 0,
+                 drafter: DeviceDrafter | None = None):  # fmt: skip
+        self.drafter, self._num_drafts = drafter, num_drafts
         self._structure, params = nnx.split(model)
-        self.params, self._tree = jax.tree.flatten(params)
+        self._drafter_structure, of_drafter = (None, ()) if drafter is None else nnx.split(drafter)
+        self.params, self._tree = jax.tree.flatten((params, of_drafter))  # the model's come first
         self.paths = [tuple(str(part) for part in path) for path, _ in nnx.to_flat_state(params)]  # of each of params
         self._config, self._rules, self._kernels, self._max_num_seqs = model.config, model.rules, kernels, max_num_seqs
         self.num_logprobs = min(MAX_LOGPROBS, model.config.vocab_size)
@@ -35,16 +39,27 @@ class StepProgram:
         layout = self._kernels.kv_layout(self._config, groups * num_pages)
         with_experts = sum(layer.moe is not None for layer in self._config.layers)
         experts = (with_experts, self._config.num_experts) if self._config.num_experts is not None else None
-        shapes = state_shapes(layout, groups, self._max_num_seqs, self._config.vocab_size, experts)
-        return with_shardings(self._rules, shapes, layout.axes)
+        vocab_size, num_drafts = self._config.vocab_size, self._num_drafts
+        shapes = state_shapes(layout, groups, self._max_num_seqs, vocab_size, experts, num_drafts)
+        shapes = with_shardings(self._rules, shapes, layout.axes)
+        if self.drafter is None:
+            return shapes
+        drawn_from = None
+        if self.drafter.probabilistic:
+            size = (shapes.last_token.shape[0], num_drafts, vocab_size)
+            sharding = self._rules.sharding(("slots", None, "vocab"), size)
+            drawn_from = jax.ShapeDtypeStruct(size, jnp.float32, sharding=sharding)
+        return shapes._replace(drafter=self.drafter.state_shapes(groups * num_pages), drawn_from=drawn_from)
 
     def step(self, shape: StepShape, state: DeviceState, row_pages: int) -> tuple[Any, tuple[Any, ...]]:
         """(jitted step, arguments to lower it with). row_pages: of a sequence of full length."""
         whole, num_logprobs = self._rules.whole, self.num_logprobs
 
         def step(params: list[jax.Array], state: DeviceState, packed: jax.Array):
-            model = nnx.merge(self._structure, jax.tree.unflatten(self._tree, params))
-            return run_step(model, state, packed, shape, row_pages, num_logprobs)
+            of_model, of_drafter = jax.tree.unflatten(self._tree, params)
+            model = nnx.merge(self._structure, of_model)
+            drafter = None if self._drafter_structure is None else nnx.merge(self._drafter_structure, of_drafter)
+            return run_step(model, state, packed, shape, row_pages, num_logprobs, drafter)
 
         size = (self._rules.num_groups, packed_size(shape, row_pages))
         packed = jax.ShapeDtypeStruct(size, jnp.int32, sharding=self._rules.sharding(("groups", None), size))

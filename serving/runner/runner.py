@@ -5,7 +5,7 @@ host-to-device copy, one call, and one small copy back.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,9 +15,10 @@ import numpy as np
 
 from model.build import Kernels
 from model.sampling import BANNED, SamplingState, TokenLogprobs
+from model.speculative.drafter import DeviceDrafter
 from model.transformer import Transformer
 from serving.config import EplbConfig
-from serving.engine.plan import GroupPlan, SlotUpdate, StepPlan, StepResult
+from serving.engine.plan import Draft, GroupPlan, SlotUpdate, StepPlan, StepResult
 from serving.errors import ConfigError
 from serving.request import Logprobs
 from serving.runner.compiler import CompileCounter, compile_all, compile_step
@@ -25,8 +26,8 @@ from serving.runner.experts import ServedExperts
 from serving.runner.memory import MemoryPlan, bytes_per_device, check_pool, device_memory, memory_share
 from serving.runner.packing import PackedStep, Packer
 from serving.runner.programs import StepProgram
-from serving.runner.shapes import Spreading, StepShape, pick_shape, step_shapes
-from serving.runner.step import DeviceState, StepOutputs, set_bias, set_counts
+from serving.runner.shapes import DraftShapes, Spreading, StepShape, pick_shape, step_shapes
+from serving.runner.step import DeviceState, StepOutputs, set_bias, set_counts, set_masks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,7 @@ class RunnerConfig:
     memory_share: float | None
     eplb: EplbConfig = EplbConfig()
     spreading: Spreading | None = None  # over the context axis, if the mesh has one
+    drafts: DraftShapes = DraftShapes()
     least_of_hosts: Callable[[str, int], int] = lambda name, mine: mine  # of the values that all hosts have
     progress: bool = False
 
@@ -60,13 +62,15 @@ class _InFlight:
 class ModelRunner:
     """See `serving.engine.plan.Runner`, which this implements."""
 
-    def __init__(self, model: Transformer, config: RunnerConfig, kernels: Kernels):
-        self._program = StepProgram(model, kernels, max_num_seqs=config.max_num_seqs)
+    def __init__(self, model: Transformer, config: RunnerConfig, kernels: Kernels,
+                 drafter: DeviceDrafter | None = None):  # fmt: skip
+        self._program = StepProgram(model, kernels, max_num_seqs=config.max_num_seqs, num_drafts=config.drafts.most,
+                                    drafter=drafter)  # fmt: skip
         self._params, self._config, self._rules = self._program.params, config, model.rules
         self.max_num_seqs, self.max_num_batched_tokens = config.max_num_seqs, config.max_num_batched_tokens
         self.max_model_len, self.page_size = config.max_model_len, config.page_size
         self.vocab_size, self.num_groups = model.config.vocab_size, model.rules.num_groups
-        self.shapes = step_shapes(config.max_num_seqs, config.max_num_batched_tokens, config.spreading)
+        self.shapes = step_shapes(config.max_num_seqs, config.max_num_batched_tokens, config.spreading, config.drafts)
         self._biased = [[False] * config.max_num_seqs for _ in range(self.num_groups)]
         self._counters = {"pack_seconds": 0.0, "dispatch_seconds": 0.0, "padding_tokens": 0.0}
 
@@ -83,7 +87,7 @@ class ModelRunner:
             {shape: lambda shape=shape: self._compile_step(shape, shapes) for shape in self.shapes},
             progress=config.progress,
         )
-        self._set_bias, self._set_counts = self._compile_updates(shapes)
+        self._set_bias, self._set_counts, self._set_masks = self._compile_updates(shapes)
         self._config.least_of_hosts("what is compiled", len(self._steps))  # none waits long for another's first step
         self._state = self._initial_state(shapes)
         self._compiles = CompileCounter()
@@ -154,9 +158,18 @@ class ModelRunner:
         bias = jax.jit(partial(set_bias, self._rules), donate_argnums=0, out_shardings=sampling.bias.sharding)
         counts = jax.jit(partial(set_counts, self._rules), donate_argnums=(0, 1),
                          out_shardings=(sampling.prompt_seen.sharding, sampling.output_counts.sharding))
+        masks = jax.jit(partial(set_masks, self._rules), donate_argnums=0, out_shardings=sampling.mask.sharding)
+
+        def some_masks(count: int) -> jax.stages.Compiled:
+            slots, rows = ((count,), (count, *sampling.mask.shape[1:]))
+            of_slots, of_rows = (jax.ShapeDtypeStruct(size, jnp.int32, sharding=whole) for size in (slots, rows))
+            return masks.lower(sampling.mask, of_slots, of_rows).compile()
+
+        at_once = {shape.num_rows for shape in self.shapes}
         return (
             bias.lower(sampling.bias, slot, floats).compile(),
             counts.lower(sampling.prompt_seen, sampling.output_counts, slot, bools, ints).compile(),
+            {count: some_masks(count) for count in sorted(at_once)},
         )
 
     def _initial_state(self, shapes: DeviceState) -> DeviceState:
@@ -177,6 +190,8 @@ class ModelRunner:
             self._state, outputs = self._steps[shape](self._params, self._state, packed)
             jax.tree.map(np.asarray, outputs)
         self._write_slot(self.max_num_seqs, *(np.zeros(self.vocab_size, t) for t in (np.float32, bool, np.int32)))
+        for count in self._set_masks:
+            self._write_masks([(self.max_num_seqs, np.zeros((1, 1), np.int32))] * count)
 
     # Serving
 
@@ -188,12 +203,17 @@ class ModelRunner:
         updates = [(index, update) for index, group in enumerate(plan.groups) for update in group.slot_updates]
         for index, update in updates:
             self._biased[index][update.slot] = _is_biased(update)
+        drafts = max((row.num_drafts for row in plan.rows), default=0)
+        if self.drafts_on_device:
+            drafts = max(drafts, plan.draft_length)
         shape = pick_shape(self.shapes, [[row.num_tokens for row in group.rows] for group in plan.groups],
-                           self._config.spreading)
+                           self._config.spreading, drafts)
         packed = self._packer.pack(plan, shape, self._biased)
         self._counters["padding_tokens"] += self.num_groups * shape.num_tokens - plan.num_tokens
         self._counters["pack_seconds"] += time.perf_counter() - started
-        return PackedStep(shape, packed, updates)
+        masks = [(index * (self.max_num_seqs + 1) + row.slot, row.mask)
+                 for index, group in enumerate(plan.groups) for row in group.rows if row.mask is not None]  # fmt: skip
+        return PackedStep(shape, packed, updates, masks)
 
     def start(self, plan: StepPlan, step: PackedStep) -> _InFlight:
         return _InFlight(plan, step.shape, self.execute(step))
@@ -203,6 +223,7 @@ class ModelRunner:
         started = time.perf_counter()
         for group, update in step.updates:
             self._update_slot(group, update)
+        self._write_masks(step.masks)
         if self._experts is not None:
             self._experts.before_step()
         self._state, outputs = self._steps[step.shape](self._params, self._state, step.packed)
@@ -216,15 +237,21 @@ class ModelRunner:
         started = time.perf_counter()
         outputs.token_ids.block_until_ready()
         ready = time.perf_counter()
-        token_ids = np.asarray(outputs.token_ids)[places].tolist()
-        logprobs: list[Logprobs | None] = [None] * len(rows)
+        accepted = np.asarray(outputs.num_accepted)[places].tolist()
+        sampled = np.asarray(outputs.token_ids)[places].tolist()
+        token_ids = [tokens[: count + 1] if row.samples else []
+                     for row, tokens, count in zip(rows, sampled, accepted, strict=True)]  # fmt: skip
+        logprobs: list[list[Logprobs] | None] = [None] * len(rows)
         if any(row.samples and row.sampling.logprobs is not None for row in rows):
             host = jax.device_get(outputs.logprobs)
             for index, row in enumerate(rows):
                 if row.samples and row.sampling.logprobs is not None:
-                    logprobs[index] = _logprobs(host, places[index], token_ids[index], row.sampling.logprobs)
+                    of_row = jax.tree.map(lambda x, at=places[index]: x[at], host)
+                    logprobs[index] = [_logprobs(of_row, i, token, row.sampling.logprobs)
+                                       for i, token in enumerate(token_ids[index])]  # fmt: skip
         return StepResult(
-            token_ids=token_ids, logprobs=logprobs, prompt_logprobs=_prompt_logprobs(handle),
+            token_ids=token_ids, logprobs=logprobs, target_logprobs=_target_logprobs(handle),
+            num_kept=np.asarray(outputs.num_kept)[places].tolist(), drafts=_drafts(handle),
             device_seconds=ready - started, fetch_seconds=time.perf_counter() - ready,
             experts=None if self._experts is None else self._experts.news(),
         )  # fmt: skip
@@ -254,11 +281,28 @@ class ModelRunner:
 
     def _write_slot(self, slot: int, bias_row: np.ndarray, *count_rows: np.ndarray) -> None:
         where = np.array(slot, np.int32)
-        bias, seen, counts = self._state.sampling
+        bias, seen, counts, mask = self._state.sampling
         bias = self._set_bias(bias, where, bias_row)
         if count_rows:
             seen, counts = self._set_counts(seen, counts, where, *count_rows)
-        self._state = self._state._replace(sampling=SamplingState(bias, seen, counts))
+        self._state = self._state._replace(sampling=SamplingState(bias, seen, counts, mask))
+
+    def _write_masks(self, masks: Sequence[tuple[int, np.ndarray]]) -> None:
+        """Slots, of those of all groups, and the masks of their row's first positions."""
+        largest = max(self._set_masks)
+        for first in range(0, len(masks), largest):
+            some = masks[first : first + largest]
+            count = min(count for count in self._set_masks if count >= len(some))
+            state = self._state.sampling.mask
+            slots, rows = np.full(count, len(state), np.int32), np.zeros((count, *state.shape[1:]), np.int32)
+            for place, (slot, mask) in enumerate(some):
+                slots[place], rows[place, : len(mask)] = slot, mask
+            state = self._set_masks[count](state, slots, rows)
+            self._state = self._state._replace(sampling=self._state.sampling._replace(mask=state))
+
+    @property
+    def drafts_on_device(self) -> bool:
+        return self._program.drafter is not None
 
 
 def _is_biased(update: SlotUpdate) -> bool:
@@ -272,19 +316,28 @@ def _logprobs(host: TokenLogprobs, index: int, token_id: int, count: int) -> Log
     )  # fmt: skip
 
 
-def _prompt_logprobs(handle: _InFlight) -> list[list[Logprobs] | None]:
-    """For each row that asked, one entry for each of its tokens."""
-    if all(row.prompt_targets is None for row in handle.plan.rows):
+def _target_logprobs(handle: _InFlight) -> list[list[Logprobs] | None]:
+    """For each row that has targets, one entry for each."""
+    if all(row.targets is None for row in handle.plan.rows):
         return [None] * len(handle.plan.rows)
-    host = jax.device_get(handle.outputs.prompt_logprobs)
+    host = jax.device_get(handle.outputs.target_logprobs)
     result: list[list[Logprobs] | None] = []
     for index, group in enumerate(handle.plan.groups):
         at = index * handle.shape.num_tokens
         for row in group.rows:
-            if row.prompt_targets is None:
+            if row.targets is None:
                 result.append(None)
             else:
-                count = row.sampling.prompt_logprobs or 0
-                result.append([_logprobs(host, at + i, int(t), count) for i, t in enumerate(row.prompt_targets)])
+                count = max(row.sampling.prompt_logprobs or 0, row.sampling.logprobs or 0)
+                result.append([_logprobs(host, at + i, int(t), count) for i, t in enumerate(row.targets)])
             at += row.num_tokens
     return result
+
+
+def _drafts(handle: _InFlight) -> list[Draft | None]:
+    """What the device proposes to each row that has sampled."""
+    if handle.outputs.drafts is None:
+        return [None] * len(handle.plan.rows)
+    tokens, parents, _ = jax.device_get(handle.outputs.drafts)
+    return [Draft(tokens[place], None if parents is None else parents[place]) if row.samples else None
+            for row, place in zip(handle.plan.rows, handle.places, strict=True)]  # fmt: skip

@@ -2,6 +2,7 @@
 
 A shape is T tokens x S rows of each data group, padded up. T == S: decode rows only, one token each. T > S: anything,
 unless its tokens are spread over a context axis: then T / context on each of its devices, and few chunks of prompts.
+With speculation a shape also says how many drafts a row may have: as many more tokens of each row are sampled.
 """
 
 from collections.abc import Sequence
@@ -17,10 +18,18 @@ class StepShape:
     num_tokens: int  # T
     num_rows: int  # S
     context: int = 1  # devices of the context axis that share out the tokens
+    num_drafts: int = 0  # K, of a row
+    tree_words: int = 0  # C, of the tree mask: trees are in a row's first 32 C tokens; 0: drafts are chains
 
     def __str__(self) -> str:
         spread = f", spread over context={self.context}" if self.context > 1 else ""
-        return f"{self.num_tokens} tokens x {self.num_rows} rows{spread}"
+        drafts = f", {self.num_drafts} drafts a row" if self.num_drafts else ""
+        return f"{self.num_tokens} tokens x {self.num_rows} rows{drafts}{spread}"
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens of a row that a token is sampled after."""
+        return self.num_drafts + 1
 
     def holds(self, lengths: Sequence[int]) -> bool:
         """lengths: tokens of each row of a group."""
@@ -44,40 +53,64 @@ class Spreading:
         return max(map(sum, groups)) >= self.threshold
 
 
+@dataclass(frozen=True, kw_only=True)
+class DraftShapes:
+    """How many drafts a row may have: one of these lengths, ascending, or none."""
+
+    lengths: tuple[int, ...] = ()
+    tree_words: int = 0
+
+    @property
+    def most(self) -> int:
+        return max(self.lengths, default=0)
+
+
 def step_shapes(
-    max_num_seqs: int, max_num_batched_tokens: int, spreading: Spreading | None = None
-) -> tuple[StepShape, ...]:
-    """Powers of two: decode shapes from 2 rows (one-row products are slow on CPU); a small mixed shape, so that a short
-    prompt on an idle server is quick; mixed shapes with all rows, where steps may be larger. The largest comes last.
+    max_num_seqs: int, max_num_batched_tokens: int, spreading: Spreading | None = None,
+    drafts: DraftShapes = DraftShapes(),
+) -> tuple[StepShape, ...]:  # fmt: skip
+    """Powers of two: decode shapes from 2 rows (one-row products are slow on CPU), and for each number of drafts those
+    that verify so many in every row; a small mixed shape, so that a short prompt on an idle server is quick; mixed
+    shapes with all rows, where steps may be larger. The largest comes last.
     """
     rows = _powers(2, max_num_seqs)
     most = rows[-1]
     tokens = _powers(max(2 * most, 64), max(max_num_batched_tokens, 2 * most))
-    small = StepShape(32, min(most, 8))
+    verified = dict(num_drafts=drafts.most, tree_words=drafts.tree_words)
+    small = StepShape(32, min(most, 8), **verified)
     holds_all = small.num_rows == most and small.num_tokens >= max_num_batched_tokens
-    mixed = [small] if holds_all else [small, *(StepShape(t, most) for t in tokens)]
-    return (*(StepShape(r, r) for r in rows), *_spread(tokens, most, spreading), *mixed)
+    mixed = [small] if holds_all else [small, *(StepShape(t, most, **verified) for t in tokens)]
+    verifying = [StepShape(r * (k + 1), r, num_drafts=k, tree_words=drafts.tree_words)
+                 for k in drafts.lengths for r in rows]  # fmt: skip
+    return (*(StepShape(r, r) for r in rows), *verifying, *_spread(tokens, most, spreading, verified), *mixed)
 
 
-def _spread(tokens: Sequence[int], rows: int, spreading: Spreading | None) -> list[StepShape]:
+def _spread(tokens: Sequence[int], rows: int, spreading: Spreading | None, verified: dict[str, int]
+            ) -> list[StepShape]:  # fmt: skip
     if spreading is None:
         return []
     devices, wanted = spreading.context, [t for t in tokens if t >= spreading.threshold]
-    return [StepShape(devices * _UNIT * (-(-t // (devices * _UNIT)) + 1), rows, devices) for t in wanted]
+    return [StepShape(devices * _UNIT * (-(-t // (devices * _UNIT)) + 1), rows, devices, **verified) for t in wanted]
 
 
 def pick_shape(
-    shapes: Sequence[StepShape], groups: Sequence[Sequence[int]], spreading: Spreading | None = None
-) -> StepShape:
-    """The smallest shape that holds the rows of every data group, of which the tokens are given; spread where that is
-    wanted and possible. Raises ValueError if none does: the scheduler broke its limits."""
+    shapes: Sequence[StepShape], groups: Sequence[Sequence[int]], spreading: Spreading | None = None,
+    num_drafts: int = 0,
+) -> StepShape:  # fmt: skip
+    """The smallest shape that holds the rows of every data group, of which the tokens are given, with so many drafts
+    in a row; spread where that is wanted and possible. Raises ValueError if none does: the scheduler broke its limits.
+    """
     decode_only = all(length == 1 for lengths in groups for length in lengths)
     spread = spreading is not None and not decode_only and spreading.holds(groups)
-    for shape in shapes:
-        if (shape.context > 1 and not spread) or (shape.num_tokens == shape.num_rows and not decode_only):
-            continue
-        if all(map(shape.holds, groups)):
-            return shape
+    fitting = [
+        shape for shape in shapes
+        if (shape.context == 1 or spread)
+        and (shape.num_tokens > shape.num_rows or decode_only)
+        and shape.num_drafts >= num_drafts
+        and all(map(shape.holds, groups))
+    ]  # fmt: skip
+    if fitting:
+        return min(fitting, key=lambda s: (s.context == 1 if spread else 0, s.num_tokens, s.num_rows, s.num_drafts))
     num_tokens, num_rows = max(map(sum, groups)), max(map(len, groups))
     raise ValueError(f"no compiled shape holds {num_tokens} tokens of {num_rows} rows; the largest is {shapes[-1]}")
 

@@ -1,7 +1,8 @@
 """The jitted step: packed inputs in, sampled tokens out, all state on the device and donated.
 
 Axis letters: G data groups; T tokens, S rows, U slots (one of a group is spare, for padding rows) of all groups, or on
-a device of its own; V vocab, n top log-probabilities, Lm layers with experts, E experts.
+a device of its own; K drafts, J = K + 1 positions of a row that are sampled; V vocab, W words of 32 tokens, n top
+log-probabilities, Lm layers with experts, E experts.
 """
 
 from functools import partial
@@ -12,12 +13,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from model.batch import StepBatch
 from model.context import WaysBack, spread_model, spread_step
-from model.sampling import SamplingFlags, SamplingRows, SamplingState, TokenLogprobs, prompt_logprobs, sample
-from model.transformer import Transformer, last_hidden
+from model.next_tokens import Sampled, sample
+from model.sampling import SamplingFlags, SamplingRows, SamplingState, TokenLogprobs, target_logprobs
+from model.speculative.drafter import DeviceDrafter, Drafts, Settled
+from model.transformer import Transformer
+from model.verification import DraftRows, Positions, following_tokens, positions_of, settled_order, tree_mask
 from pallas_kernels.latent_attention.api import LatentLayout
 from pallas_kernels.ragged_paged_attention.api import KVLayout
-from serving.runner.packing import unpack
+from serving.runner.packing import StepInputs, unpack
 from serving.runner.shapes import StepShape
 from sharding.rules import Axes, AxisRules
 
@@ -28,25 +33,38 @@ class DeviceState(NamedTuple):
     sampling: SamplingState
     # Tokens that chose each expert since the start, uint32. None for a model without experts.
     expert_load: Int[Array, "Lm E"] | None = None
+    drafter: Any = None  # what a drafter on the device keeps
+    drawn_from: Float[Array, "U K V"] | None = None  # the distributions of its last drafts, where it has them
 
 
 class StepOutputs(NamedTuple):
-    token_ids: Int[Array, " S"]
-    logprobs: TokenLogprobs  # [S]
-    prompt_logprobs: TokenLogprobs  # [T]
+    token_ids: Int[Array, "S J"]  # the accepted drafts and the token after them; what follows means nothing
+    num_accepted: Int[Array, " S"]
+    num_kept: Int[Array, " S"]
+    logprobs: TokenLogprobs  # [S, J]
+    target_logprobs: TokenLogprobs  # [T]
     expert_load: Int[Array, "Lm E"] | None = None  # as in the state, which the next step takes away
+    drafts: Drafts | None = None  # [S, K], for the next step
+
+
+_PACKED: Axes = ("packed_tokens",)
+_OF_VOCAB: Axes = ("slots", "vocab")  # of the sampling state but for its mask
+_MASK: Axes = ("slots", None, None)
+_DRAWN_FROM: Axes = ("slots", None, "vocab")
 
 
 def state_shapes(layout: KVLayout | LatentLayout, num_groups: int, max_num_seqs: int, vocab_size: int,
-                 experts: tuple[int, int] | None = None) -> DeviceState:  # fmt: skip
-    """layout: of the pages of all groups. max_num_seqs: of one group. experts: (Lm, E), if there are any."""
+                 experts: tuple[int, int] | None = None, num_drafts: int = 0) -> DeviceState:  # fmt: skip
+    """layout: of the pages of all groups. max_num_seqs: of one group. experts: (Lm, E), if there are any. num_drafts:
+    the most that a row may have."""
     slots = num_groups * (max_num_seqs + 1)
 
     def make() -> DeviceState:
         per_token = (jnp.zeros((slots, vocab_size), dtype) for dtype in (jnp.float32, bool, jnp.int32))
+        mask = jnp.zeros((slots, num_drafts + 1, -(-vocab_size // 32)), jnp.int32)
         kv_pages = jnp.zeros(layout.shape, layout.dtype)
         load = None if experts is None else jnp.zeros(experts, jnp.uint32)
-        return DeviceState(kv_pages, jnp.zeros(slots, jnp.int32), SamplingState(*per_token), load)
+        return DeviceState(kv_pages, jnp.zeros(slots, jnp.int32), SamplingState(*per_token, mask), load)
 
     return jax.eval_shape(make)
 
@@ -57,65 +75,128 @@ def with_shardings(rules: AxisRules, shapes: DeviceState, kv_axes: Axes = KVLayo
     def shard(shape: Any, axes: Axes) -> Any:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=rules.sharding(axes, shape.shape))
 
-    kv_pages, last_token, sampling, load = shapes
-    return DeviceState(
-        shard(kv_pages, kv_axes),
-        shard(last_token, ("slots",)),
-        SamplingState(*(shard(one, ("slots", "vocab")) for one in sampling)),
-        None if load is None else shard(load, (None, None)),
+    return shapes._replace(
+        kv_pages=shard(shapes.kv_pages, kv_axes),
+        last_token=shard(shapes.last_token, ("slots",)),
+        sampling=SamplingState(*(shard(x, _OF_VOCAB) for x in shapes.sampling[:3]), shard(shapes.sampling.mask, _MASK)),
+        expert_load=None if shapes.expert_load is None else shard(shapes.expert_load, (None, None)),
     )
 
 
 def run_step(
     model: Transformer, state: DeviceState, packed: Int[Array, "G size"], shape: StepShape, row_pages: int,
-    num_logprobs: int,
+    num_logprobs: int, drafter: DeviceDrafter | None = None,
 ) -> tuple[DeviceState, StepOutputs]:
-    """One ragged step: forward pass, sampling, and the tokens stored for the next step to pick up."""
+    """One ragged step: forward pass, sampling, and the tokens stored for the next step to pick up. A drafter then
+    proposes what may follow, as many tokens a row as the shape has drafts."""
     rules, inputs = model.rules, unpack(packed, shape, row_pages)
-    batch, targets, spread = inputs.batch, inputs.prompt_targets, None
-    packed_tokens = ("packed_tokens",)
-    (tokens,) = rules.map_over_shards(
-        _feed, (batch.tokens, inputs.from_device, inputs.rows.slot, state.last_token),
-        (packed_tokens, packed_tokens, ("rows",), ("slots",)), (packed_tokens,), (batch.tokens.shape,),
-    )
-    batch = batch._replace(tokens=tokens)
+    batch, targets, ways_back = _fed(rules, inputs, state.last_token, shape), inputs.targets, None
+    of_model = batch
     if shape.context > 1:
-        spread, model = spread_step(rules, batch, targets), spread_model(model)
-        batch, targets = spread.batch, spread.targets
-    hidden, kv_pages, load = model(state.kv_pages, batch)
+        (of_model, targets, ways_back), model = spread_step(rules, batch, targets), spread_model(model)
+    drafting = drafter is not None and shape.num_drafts > 0
+    hidden, features, kv_pages, load = model.with_features(state.kv_pages, of_model, drafter.taps if drafter else ())
+    vocabulary, mask = model.vocabulary, state.sampling.mask
 
-    sampling_axes = ("slots", "vocab")
-    vocabulary = model.vocabulary
-
-    def finish(hidden, matrix, cu_q_lens, ways_back: WaysBack | None, rows: SamplingRows, flags, targets, last_token,
-               sampling):  # fmt: skip
+    def finish(hidden, matrix, tokens, cu_q_lens, kv_lens, drafts: DraftRows | None, ways_back: WaysBack | None,
+               rows: SamplingRows, flags, targets, last_token, of_vocab, mask, drawn_from, features):  # fmt: skip
         """On each device: its group's rows, its part of the vocabulary."""
         enabled, project = SamplingFlags(*flags[0]), partial(model.project, matrix)
-        logits = project(last_hidden(hidden, cu_q_lens) if ways_back is None else ways_back.last_hidden(hidden))
-        token, logprobs, sampling = sample(logits, rows, enabled, sampling, num_logprobs=num_logprobs,
-                                           vocabulary=vocabulary)
-        of_prompt = prompt_logprobs(hidden, targets, enabled.prompt_logprobs, project, num_logprobs=num_logprobs,
-                                    vocabulary=vocabulary)
-        last_token = last_token.at[rows.slot].set(jnp.where(rows.samples, token, last_token[rows.slot]))
+        positions = positions_of(drafts, tokens, cu_q_lens, shape.num_drafts)
+        at = positions.token.reshape(-1)
+        logits = project(hidden[at] if ways_back is None else ways_back.hidden_at(hidden, at))
+        of_drafts = None if drawn_from is None else drawn_from[rows.slot, : shape.num_drafts]
+        sampled, sampling = sample(logits, rows, positions, enabled, SamplingState(*of_vocab, mask=mask), of_drafts,
+                                   num_logprobs=num_logprobs, vocabulary=vocabulary)  # fmt: skip
+        of_targets = target_logprobs(hidden, targets, enabled.target_logprobs, project, num_logprobs=num_logprobs,
+                                     vocabulary=vocabulary)
+        accepted = sampled.accepted
+        newest = jnp.take_along_axis(sampled.tokens, accepted.count[:, None], axis=1)[:, 0]
+        last_token = last_token.at[rows.slot].set(jnp.where(rows.samples, newest, last_token[rows.slot]))
         outputs = StepOutputs(
-            gather_groups(rules, token),
-            _where_wanted(rules, enabled.logprobs, logprobs),
-            _where_wanted(rules, enabled.prompt_logprobs, of_prompt, ways_back),
+            *(gather_groups(rules, x) for x in (sampled.tokens, accepted.count, accepted.kept)),
+            _where_wanted(rules, enabled.logprobs, sampled.logprobs),
+            _where_wanted(rules, enabled.target_logprobs, of_targets, ways_back),
         )
-        return outputs, last_token, sampling
+        of_tokens = of_rows = ()
+        if drafts is not None and drafting:
+            settled = _settle(tokens, cu_q_lens, kv_lens, drafts, positions, sampled, newest, rows.samples, features)
+            of_tokens, of_rows = settled[:2], settled[2:]
+        return outputs, last_token, sampling[:3], of_tokens, of_rows
 
-    outputs, last_token, sampling = model.rules.map_over_shards(
+    outputs, last_token, of_vocab, of_tokens, of_rows = model.rules.map_over_shards(
         finish,
-        (hidden, model.output_matrix, batch.cu_q_lens, spread and spread.ways_back, inputs.rows, inputs.flags,
-         targets, state.last_token, state.sampling),
-        (("tokens",), ("vocab", "embed"), ("groups",), ("groups", None), ("rows",), ("groups",), ("tokens",),
-         ("slots",), sampling_axes),
-        ((), ("slots",), sampling_axes),
-        ((), state.last_token.shape, state.sampling.bias.shape),
-    )
+        (hidden, model.output_matrix, batch.tokens, batch.cu_q_lens, batch.kv_lens, inputs.drafts, ways_back,
+         inputs.rows, inputs.flags, targets, state.last_token, state.sampling[:3], mask,
+         state.drawn_from if shape.num_drafts else None, features if drafting else None),
+        (("tokens",), ("vocab", "embed"), _PACKED, ("groups",), ("rows",), ("rows",), ("groups", None), ("rows",),
+         ("groups",), ("tokens",), ("slots",), _OF_VOCAB, ("slots",), _DRAWN_FROM, ("tokens",)),
+        ((), ("slots",), _OF_VOCAB, ("tokens",), ("rows",)),
+        ((), state.last_token.shape, state.sampling.bias.shape, batch.tokens.shape, batch.kv_lens.shape),
+    )  # fmt: skip
     if state.expert_load is not None and load is not None:
         load = state.expert_load + load.sum(1).astype(jnp.uint32)  # of all groups
-    return DeviceState(kv_pages, last_token, sampling, load), outputs._replace(expert_load=load)
+    sampling = SamplingState(*of_vocab, mask=mask)
+    state = DeviceState(kv_pages, last_token, sampling, load, state.drafter, state.drawn_from)
+    outputs = outputs._replace(expert_load=load)
+    if drafter is None or not drafting:
+        return state, outputs
+    next_rows = inputs.rows._replace(output_index=inputs.rows.output_index + outputs.num_accepted + 1)
+    drafts, kept = drafter.propose(state.drafter, Settled(*of_tokens, *of_rows), batch, next_rows, shape.num_drafts,
+                                   model.embedding[...], model.output_matrix)  # fmt: skip
+    drafts, drawn_from = _publish_drafts(rules, drafts, state.drawn_from, inputs.rows.slot)
+    return state._replace(drafter=kept, drawn_from=drawn_from), outputs._replace(drafts=drafts)
+
+
+def _fed(rules: AxisRules, inputs: StepInputs, last_token: Int[Array, " U"], shape: StepShape) -> StepBatch:
+    """The batch with the tokens that only the device knows and, where rows may end in trees, what each token sees."""
+    batch = inputs.batch
+
+    def local(tokens, from_device, slots, last_token, positions, cu_q_lens, drafts: DraftRows | None):
+        (tokens,) = _feed(tokens, from_device, slots, last_token)
+        if drafts is None or not shape.tree_words:
+            return tokens, positions, ()
+        family = positions_of(drafts, tokens, cu_q_lens, shape.num_drafts)
+        seen, positions = tree_mask(family, drafts, cu_q_lens, positions, shape.tree_words)
+        return tokens, positions, seen
+
+    tokens, positions, seen = rules.map_over_shards(
+        local, (batch.tokens, inputs.from_device, inputs.rows.slot, last_token, batch.positions, batch.cu_q_lens,
+                inputs.drafts),
+        (_PACKED, _PACKED, ("rows",), ("slots",), _PACKED, ("groups",), ("rows",)), (_PACKED, _PACKED, _PACKED),
+        (batch.tokens.shape,) * 3,
+    )  # fmt: skip
+    return batch._replace(tokens=tokens, positions=positions, tree_mask=seen if shape.tree_words else None)
+
+
+def _settle(tokens, cu_q_lens, kv_lens, drafts: DraftRows, positions: Positions, sampled: Sampled, newest, samples,
+            features) -> Settled:  # fmt: skip
+    """Within `map_over_shards`."""
+    accepted = sampled.accepted
+    if drafts.parents is not None:
+        features = features[settled_order(accepted, positions, len(tokens))]
+    following = following_tokens(tokens, accepted, positions, sampled.tokens, samples, drafts)
+    rejected = jnp.where(samples, drafts.count - accepted.count, 0)
+    last = jnp.maximum(cu_q_lens[1:] - 1, 0) - rejected
+    return Settled(features, following, last, kv_lens - rejected, newest, samples)
+
+
+def _publish_drafts(rules: AxisRules, drafts: Drafts, drawn_from: Array | None, slots: Int[Array, " S"]
+                    ) -> tuple[Drafts, Array | None]:  # fmt: skip
+    """(the tokens for the host, without their distributions; the distributions by slot)."""
+
+    def local(tokens, parents, probabilities, drawn_from, slots):
+        published = Drafts(*(None if x is None else gather_groups(rules, x) for x in (tokens, parents)))
+        if drawn_from is None:
+            return published, ()
+        return published, drawn_from.at[slots, : probabilities.shape[1]].set(probabilities)
+
+    published, by_slot = rules.map_over_shards(
+        local, (drafts.tokens, drafts.parents, drafts.probabilities, drawn_from, slots),
+        (("rows",), ("rows",), ("rows", None, "vocab"), _DRAWN_FROM, ("rows",)), ((), _DRAWN_FROM),
+        ((), () if drawn_from is None else drawn_from.shape),
+    )  # fmt: skip
+    return published, None if drawn_from is None else by_slot
 
 
 def gather_groups(rules: AxisRules, of_group: Array) -> Array:
@@ -157,6 +238,18 @@ def set_counts(
 ) -> tuple[Bool[Array, "U V"], Int[Array, "U V"]]:
     seen, counts = _set_rows(rules, slot, (seen, counts), (prompt_row, output_row))
     return seen, counts
+
+
+def set_masks(rules: AxisRules, masks: Int[Array, "U J W"], slots: Int[Array, " n"], rows: Int[Array, "n J W"]
+              ) -> Int[Array, "U J W"]:  # fmt: skip
+    """Of several slots at once, of those of all groups."""
+    shape = masks.shape
+
+    def set_rows(masks, slots, rows):
+        here = slots - rules.place("slots", shape[0]) * len(masks)
+        return (masks.at[jnp.where(here >= 0, here, len(masks))].set(rows, mode="drop"),)
+
+    return rules.map_over_shards(set_rows, (masks, slots, rows), (_MASK, (), ()), (_MASK,), (shape,))[0]
 
 
 def _set_rows(rules: AxisRules, slot, states: tuple[Array, ...], rows: tuple[Array, ...]):

@@ -93,7 +93,7 @@ class FakeRunner:
     ):
         self.num_groups, self.num_pages, self.page_size = num_groups, num_pages, page_size
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self.max_model_len, self.vocab_size = max_model_len, VOCAB
+        self.max_model_len, self.vocab_size, self.drafts_on_device = max_model_len, VOCAB, False
         self.groups = [Group(num_pages, page_size, max_num_seqs) for _ in range(num_groups)]
         self.requests: dict[str, tuple[EngineRequest, list[int]]] = {}
         self.tokens_computed = 0
@@ -115,7 +115,8 @@ class FakeRunner:
             self._write(group, row)
         for group, row in self._rows(plan):
             self._check_reads(group, row)
-        tokens = [self._sample(group, row) if row.samples else -1 for group, row in self._rows(plan)]
+        accepted = [self._verify(group, row) if row.samples else [] for group, row in self._rows(plan)]
+        tokens = [[token for token, _ in row] for row in accepted]
         handle = self._dispatched
         self._dispatched += 1
         self.steps += 1
@@ -123,16 +124,19 @@ class FakeRunner:
         return handle, StepResult(
             token_ids=tokens,
             logprobs=[
-                Logprobs(token, -1.0, 1, [], []) if row.samples and row.sampling.logprobs is not None else None
-                for row, token in zip(plan.rows, tokens, strict=True)
+                [Logprobs(t, -1.0, 1, [], []) for t in of_row]
+                if row.samples and row.sampling.logprobs is not None else None
+                for row, of_row in zip(plan.rows, tokens, strict=True)
             ],
-            prompt_logprobs=[
+            target_logprobs=[
                 None
-                if row.prompt_targets is None
-                else [Logprobs(int(t), -float(row.start + i + 1), 1, [], []) for i, t in enumerate(row.prompt_targets)]
+                if row.targets is None
+                else [Logprobs(int(t), -float(row.start + i + 1), 1, [], []) for i, t in enumerate(row.targets)]
                 for row in plan.rows
             ],
-        )
+            num_kept=[num_in_place([place for _, place in row[:-1]]) for row in accepted],
+            drafts=[None] * len(plan.rows),
+        )  # fmt: skip
 
     def fetch(self, handle: object) -> StepResult:
         assert isinstance(handle, tuple) and handle[0] == self._fetched, "fetched out of order"
@@ -164,7 +168,7 @@ class FakeRunner:
         true = self.requests[row.request_id][1]
         fed = [group.slots[row.slot].last_token] if row.token_ids is None else [int(t) for t in row.token_ids]
         assert len(fed) == row.num_tokens
-        expected = true[row.start : row.start + row.num_tokens]
+        expected = true[row.start : row.start + row.num_tokens - row.num_drafts]
         assert fed[: len(expected)] == expected, f"{row.request_id} feeds wrong tokens at {row.start}"
         return fed
 
@@ -195,11 +199,24 @@ class FakeRunner:
         else:
             assert len(update.prompt_token_ids) == 0 and len(update.output_token_ids) == 0
 
-    def _sample(self, group: Group, row: RowPlan) -> int:
+    def _verify(self, group: Group, row: RowPlan) -> list[tuple[int, int]]:
+        """The accepted drafts and the token after them, each with the draft's number (of the last one -1)."""
+        path: list[tuple[int, int]] = []
+        at = -1
+        while True:
+            token = self._sample(group, row, len(path))
+            drafts = enumerate(zip(row.draft.tokens, row.draft.parent_of, strict=True)) if row.draft else ()
+            fitting = [i for i, (draft, parent) in drafts if parent == at and draft == token]
+            path.append((token, fitting[0] if fitting else -1))
+            if not fitting:
+                return path
+            at = fitting[0]
+
+    def _sample(self, group: Group, row: RowPlan, depth: int) -> int:
         request, true = self.requests[row.request_id]
         state, outputs = group.slots[row.slot], true[len(request.prompt_token_ids) :]
-        index = row.output_index
-        assert index == row.start + row.num_tokens - len(request.prompt_token_ids)
+        index = row.output_index + depth
+        assert row.output_index == row.start + row.num_tokens - row.num_drafts - len(request.prompt_token_ids)
         assert row.sampling is request.sampling or row.sampling == request.sampling
         if index < len(outputs):  # else the host will drop the token
             assert state.banned == banned_tokens(request, outputs[:index]), f"{row.request_id}: wrong bans at {index}"
@@ -211,3 +228,11 @@ class FakeRunner:
         state.counts[token] += 1
         state.last_token = token
         return token
+
+
+def num_in_place(path: list[int]) -> int:
+    """Of the accepted drafts, given by their numbers, those from the first on that stand where they belong."""
+    kept = 0
+    while kept < len(path) and path[kept] == kept:
+        kept += 1
+    return kept

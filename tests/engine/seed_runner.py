@@ -31,6 +31,7 @@ def outputs(seed: int, count: int) -> list[int]:
 
 class SeedRunner:
     num_groups = 1
+    drafts_on_device = False
 
     def __init__(self, config: EngineConfig, step_seconds: float):
         self.page_size = config.block_size or 16
@@ -47,13 +48,15 @@ class SeedRunner:
         self.steps += 1
         if self._fault == "fail at step 5" and self.steps == 5:
             raise RuntimeError("the fake device broke")
-        logprobs = [Logprobs(0, -1.0, 1, [], []) if row.sampling.logprobs is not None else None for row in plan.rows]
-        tokens = [token_at(row.sampling.seed, row.output_index) for row in plan.rows]
-        prompt_logprobs = [
-            None if row.prompt_targets is None else [Logprobs(int(t), -1.0, 1, [], []) for t in row.prompt_targets]
+        logprobs = [[Logprobs(0, -1.0, 1, [], [])] if row.sampling.logprobs is not None else None for row in plan.rows]
+        tokens = [[token_at(row.sampling.seed, row.output_index)] if row.samples else [] for row in plan.rows]
+        targets = [
+            None if row.targets is None else [Logprobs(int(t), -1.0, 1, [], []) for t in row.targets]
             for row in plan.rows
         ]
-        return StepResult(token_ids=tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        nothing = [None] * len(tokens)
+        return StepResult(token_ids=tokens, logprobs=logprobs, target_logprobs=targets, num_kept=[0] * len(tokens),
+                          drafts=nothing)  # fmt: skip
 
     def fetch(self, handle: object) -> StepResult:
         assert isinstance(handle, StepResult)
@@ -84,7 +87,7 @@ def make_info(runner) -> EngineInfo:
     )
 
 
-def build(config: EngineConfig) -> tuple[SeedRunner, EngineInfo, tuple[int, ...]]:
+def build(config: EngineConfig) -> tuple[SeedRunner, EngineInfo, tuple[int, ...], None]:
     if config.model == "bad config":
         raise ConfigError("no model at /nowhere: give --model a path")
     if config.model == "bug at start":
@@ -92,4 +95,4 @@ def build(config: EngineConfig) -> tuple[SeedRunner, EngineInfo, tuple[int, ...]
     if config.model == "killed at start":
         os.kill(os.getpid(), 9)
     runner = SeedRunner(config, step_seconds=0.001 if config.model == "fast" else 0.01)
-    return runner, make_info(runner), EOS
+    return runner, make_info(runner), EOS, None

@@ -108,7 +108,8 @@ def test_shutdown_flush_and_refusals():
 def test_a_runner_error_ends_all_requests_and_is_logged(caplog):
     async def main():
         config = EngineConfig(model="fail at step 5")
-        client = InProcessClient(*build(config), config)
+        runner, info, eos_ids, _ = build(config)
+        client = InProcessClient(runner, info, eos_ids, config)
         results = await asyncio.gather(*(collect(client, request(str(i), max_tokens=100)) for i in range(20)))
         assert {last.finish_reason for _, last in results} == {"error"}
         assert all("the fake device broke" in last.error for _, last in results)

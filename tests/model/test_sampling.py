@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.sampling import BANNED, SamplingState, prompt_logprobs, race
+from model.sampling import BANNED, SamplingState, target_logprobs, race
 from model.vocabulary import Vocabulary
 from tests.model.sampling_cases import ALL, NUM_LOGPROBS, VOCAB, WHOLE, flags, logits_of, rows, run, state
 
@@ -100,7 +100,8 @@ def test_noise_of_the_size_of_rounding_does_not_change_draws():
     logits = rng.standard_normal((512, 49_152)).astype(np.float32)
     noisy = logits + rng.uniform(-1e-6, 1e-6, logits.shape).astype(np.float32)
     many = rows(*({"seed": i} for i in range(512)))
-    big = SamplingState(*(jnp.zeros((1, logits.shape[1]), dtype) for dtype in (jnp.float32, bool, jnp.int32)))
+    dense = (jnp.zeros((1, logits.shape[1]), dtype) for dtype in (jnp.float32, bool, jnp.int32))
+    big = SamplingState(*dense, jnp.zeros((1, 1, logits.shape[1] // 32), jnp.int32))
     tokens = [np.asarray(run(x, many, flags(random=True), big)[0]) for x in (logits, noisy)]
     np.testing.assert_array_equal(*tokens)
 
@@ -195,16 +196,16 @@ def test_logprobs_are_of_the_raw_distribution():
         np.testing.assert_allclose(logprobs.top_logprobs[row], want[order[:NUM_LOGPROBS]], atol=1e-5)
 
 
-def test_prompt_logprobs_in_chunks_equal_the_whole():
+def test_target_logprobs_in_chunks_equal_the_whole():
     rng = np.random.default_rng(9)
     hidden, matrix = rng.standard_normal((32, 8), np.float32), rng.standard_normal((VOCAB, 8), np.float32)
     targets = rng.integers(0, VOCAB, 32).astype(np.int32)
     project = lambda x: x @ matrix.T  # noqa: E731
-    got = prompt_logprobs(jnp.asarray(hidden), targets, jnp.asarray(True), project, num_logprobs=NUM_LOGPROBS,
+    got = target_logprobs(jnp.asarray(hidden), targets, jnp.asarray(True), project, num_logprobs=NUM_LOGPROBS,
                          vocabulary=WHOLE)
     want = np.stack([np.log(softmax(hidden[t] @ matrix.T))[targets[t]] for t in range(32)])
     np.testing.assert_allclose(got.logprob, want, atol=1e-4)
-    off = prompt_logprobs(jnp.asarray(hidden), targets, jnp.asarray(False), project, num_logprobs=NUM_LOGPROBS,
+    off = target_logprobs(jnp.asarray(hidden), targets, jnp.asarray(False), project, num_logprobs=NUM_LOGPROBS,
                          vocabulary=WHOLE)
     assert not np.asarray(off.logprob).any()
 

@@ -3,6 +3,7 @@
 import math
 import re
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from model.sampling import SamplingState, sample
+from model.sampling import SamplingState
 from model.vocabulary import Vocabulary, embed
-from tests.model.sampling_cases import ALL, NUM_LOGPROBS, VOCAB, WHOLE, flags, logits_of, rows, run, state
+from tests.model.sampling_cases import ALL, NUM_LOGPROBS, VOCAB, WHOLE, flags, logits_of, rows, run, sample_once, state
 from tests.tolerances import LOGPROBS_FLOAT32
 
 SHARDS = (2, 4)
@@ -24,23 +25,24 @@ OPTIONS = [
 
 
 SLICED, ALIKE = PartitionSpec(None, "tensor"), PartitionSpec()
+STATE: Any = SamplingState(SLICED, SLICED, SLICED, ALIKE)
 
 
 def sampled_over(shards: int):
     """`sample` with the vocabulary in slices, compiled, of all rows of OPTIONS."""
     def step(logits, many, on, slots):
-        return sample(logits, many, on, slots, num_logprobs=NUM_LOGPROBS,
-                      vocabulary=Vocabulary(size=VOCAB, shards=shards, axis="tensor"))  # fmt: skip
+        return sample_once(logits, many, on, slots, Vocabulary(size=VOCAB, shards=shards, axis="tensor"))
 
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:shards]), ("tensor",))
-    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(SLICED, ALIKE, ALIKE, SLICED),
-                                 out_specs=(ALIKE, ALIKE, SLICED), check_vma=False))  # fmt: skip
+    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(SLICED, ALIKE, ALIKE, STATE),
+                                 out_specs=(ALIKE, ALIKE, STATE), check_vma=False))  # fmt: skip
 
 
 def used_state(slots: int) -> SamplingState:
     rng, shape = np.random.default_rng(20), (slots, VOCAB)
     return SamplingState(*map(jnp.asarray, (rng.standard_normal(shape).astype(np.float32), rng.random(shape) < 0.1,
-                                            rng.integers(0, 3, shape).astype(np.int32))))  # fmt: skip
+                                            rng.integers(0, 3, shape).astype(np.int32),
+                                            rng.integers(-(2**31), 2**31, (slots, 1, -(-VOCAB // 32)), np.int32))))
 
 
 @pytest.mark.parametrize("shards", SHARDS)

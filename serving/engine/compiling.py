@@ -1,0 +1,51 @@
+"""Requests whose grammar is being compiled, elsewhere: the engine goes on meanwhile."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from serving.decoding.matcher import Matcher
+from serving.errors import InvalidRequest, PageloomError
+from serving.request import EngineRequest
+
+POLL_SECONDS = 0.002  # of an engine that has nothing else to do
+
+Compile = Callable[[str], Future]  # a grammar to its Matcher, or InvalidRequest
+
+
+class Compiling:
+    def __init__(self, compile_grammar: Compile | None):
+        self._compile = compile_grammar
+        self._requests: dict[str, tuple[EngineRequest, Future]] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def add(self, request: EngineRequest) -> None:
+        if self._compile is None:
+            raise InvalidRequest("this engine compiles no grammars", "structured_outputs")
+        if request.request_id in self._requests:
+            raise InvalidRequest(f"a request with id {request.request_id!r} is already live", "request_id")
+        self._requests[request.request_id] = request, self._compile(request.grammar)
+
+    def ready(self) -> list[tuple[EngineRequest, Matcher | PageloomError]]:
+        """Those that are compiled by now, in the order they came, each with what came of it."""
+        done = [(request, future) for request, future in self._requests.values() if future.done()]
+        for request, _ in done:
+            del self._requests[request.request_id]
+        return [(request, _outcome(future)) for request, future in done]
+
+    def abort(self, request_id: str) -> bool:
+        """Whether it was here."""
+        return self._requests.pop(request_id, None) is not None
+
+    def abort_all(self) -> list[str]:
+        gone, self._requests = list(self._requests), {}
+        return gone
+
+
+def _outcome(future: Future) -> Matcher | PageloomError:
+    error = future.exception()
+    if error is None:
+        return future.result()
+    return error if isinstance(error, PageloomError) else InvalidRequest(f"the grammar failed: {error!r}",
+                                                                          "structured_outputs")  # fmt: skip
