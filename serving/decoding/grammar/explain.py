@@ -16,6 +16,7 @@ SEARCH_SECONDS = 1.0  # for the place within a schema
 _LARK_PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): (.*)", re.DOTALL)
 _UNSUPPORTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 _LOOK_AROUND = re.compile(r"lookarounds not supported yet; \w+ in regex ([^\n]*)")
+_PROPERTY = re.compile(r"required property '([^\n]*)' is unsatisfiable")
 _FORMAT = re.compile(r"Unknown format: ([^\n]*)")
 _REGEX_FAULT = re.compile(r"regex parse error:\n(.*?)\n(\s*)\^.*?\nerror: ([^\n]*)", re.DOTALL)
 _TELLING = {
@@ -33,11 +34,11 @@ _TELLING = {
 
 def explain(grammar: str, message: str, limits: LLParserLimits | None = None) -> str:
     """grammar: as given to llguidance. message: its error."""
-    what = _plain(message)
     for schema in _schemas(grammar):
-        if (place := _place(schema, message, limits)) is not None:
-            return f"the JSON schema at {place or 'its root'}: {what}"
-    return f"the grammar: {what}"
+        if (found := _Search(schema, limits).place(message)) is not None:
+            place, what = found
+            return f"the JSON schema at {place or 'its root'}: {_plain(what)}"
+    return f"the grammar: {_plain(message)}"
 
 
 def first_line(text: str) -> str:
@@ -78,31 +79,43 @@ def _schemas(grammar: str) -> Iterator[Any]:
             yield part["json_schema"]
 
 
-def _place(schema: Any, message: str, limits: LLParserLimits | None) -> str | None:
-    """A JSON pointer to the innermost part that has this fault by itself; None: the schema does not have it."""
-    deadline = time.monotonic() + SEARCH_SECONDS
-    shared = {}
-    if isinstance(schema, dict):
-        shared = {name: schema[name] for name in ("$defs", "definitions", "$schema", "$id") if name in schema}
+class _Search:
+    """For the part of a schema that is to blame."""
 
-    def has_it(part: Any) -> bool:
-        whole = part | {name: value for name, value in shared.items() if name not in part}
-        text = json.dumps({"grammars": [{"json_schema": whole}]})
-        _, found = LLMatcher.validate_grammar_with_warnings(text, limits=limits)
-        return first_line(message) in [first_line(one) for one in found]
+    def __init__(self, schema: Any, limits: LLParserLimits | None):
+        self._schema = schema if isinstance(schema, dict) else {}
+        self._shared = {name: self._schema[name] for name in ("$defs", "definitions", "$schema", "$id")
+                        if name in self._schema}  # fmt: skip
+        self._limits = limits
+        self._deadline = time.monotonic() + SEARCH_SECONDS
 
-    if not isinstance(schema, dict) or not has_it(schema):
-        return None
-    pointer, part, looking = "", schema, True
-    while looking:
-        looking = False
+    def place(self, message: str) -> tuple[str, str] | None:
+        """A JSON pointer to the innermost part that has this fault by itself, and what is said about it. None: the
+        schema does not have it."""
+        pointer, part = "", self._schema
+        if first_line(message) != first_line(self._fault(part)):
+            return None
+        while (inner := self._inner(part, message)) is not None:
+            name, part, message = inner
+            pointer = f"{pointer}/{name}"
+        return pointer, message
+
+    def _inner(self, part: dict[str, Any], message: str) -> tuple[str, dict[str, Any], str] | None:
+        blamed = _PROPERTY.search(message)
         for name, inner in subschemas(part):
-            if time.monotonic() > deadline:
-                break
-            if has_it(inner):
-                pointer, part, looking = f"{pointer}/{name}", inner, True
-                break
-    return pointer
+            if time.monotonic() > self._deadline:
+                return None
+            fault = self._fault(inner)
+            is_same = first_line(fault) == first_line(message)
+            if fault and (is_same or blamed and name == f"properties/{_escape(blamed[1])}"):
+                return name, inner, fault
+        return None
+
+    def _fault(self, part: dict[str, Any]) -> str:
+        whole = part | {name: value for name, value in self._shared.items() if name not in part}
+        text = json.dumps({"grammars": [{"json_schema": whole}]})
+        is_error, messages = LLMatcher.validate_grammar_with_warnings(text, limits=self._limits)
+        return messages[0] if is_error else ""
 
 
 def subschemas(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,0 +1,102 @@
+"""Compiling beside the engine: shared, bounded in time and memory, and alone to blame for its delays."""
+
+import threading
+import time
+from concurrent.futures import Future
+
+import pytest
+
+from serving.decoding.grammar.compiler import Compiler
+from serving.decoding.grammar.matcher import GrammarMatcher
+from serving.decoding.grammar.tokens import vocabulary
+from serving.errors import InvalidRequest
+from tests.decoding.grammar.toy import PADDING, toy_tokenizer
+
+TOY = toy_tokenizer()
+GRAMMAR = '{"grammars": [{"lark_grammar": "start: /[ab]{3}/"}]}'
+SLOW = "slow"
+
+
+class Counting(Compiler):
+    """Counts what it builds; `SLOW` waits for `gate`."""
+
+    def __init__(self, **options: object):
+        super().__init__(lambda: vocabulary(TOY, TOY.vocab_size + PADDING), **options)  # type: ignore[arg-type]
+        self.built: list[str] = []
+        self.gate = threading.Event()
+
+    def _build(self, grammar: str):
+        self.built.append(grammar)
+        if grammar.startswith(SLOW):
+            assert self.gate.wait(20)
+            grammar = GRAMMAR
+        return super()._build(grammar)
+
+
+def test_equal_grammars_are_compiled_once_and_move_apart() -> None:
+    compiler = Counting()
+    one, two = (compiler.compile(GRAMMAR) for _ in range(2))
+    matchers = [one.result(20), two.result(20), compiler.compile(GRAMMAR).result(20)]
+    assert compiler.built == [GRAMMAR] and len(set(map(id, matchers))) == 3
+    matchers[0].accept(TOY.encode("aba"))
+    assert matchers[0].forced() == [TOY.eos_ids[0]] and matchers[1].forced() == []
+    compiler.close()
+
+
+def test_the_least_used_is_forgotten() -> None:
+    compiler = Counting(cache_size=2)
+    grammars = [f'{{"grammars": [{{"lark_grammar": "start: /[ab]{{{n}}}/"}}]}}' for n in (1, 2, 3)]
+    for grammar in (*grammars[:2], grammars[0], grammars[2], grammars[0], grammars[1]):
+        compiler.compile(grammar).result(20)
+    assert compiler.built == [*grammars, grammars[1]]
+    compiler.close()
+
+
+def test_a_slow_grammar_delays_only_its_request_and_is_refused_in_time() -> None:
+    compiler = Counting(timeout=0.5)
+    compiler.compile(GRAMMAR).result(20)
+    slow, began = compiler.compile(SLOW), time.monotonic()
+    other = compiler.compile(GRAMMAR.replace("3", "4"))
+    assert isinstance(other.result(20), GrammarMatcher) and not slow.done()
+    with pytest.raises(InvalidRequest, match="not compiled within 0.5 seconds"):
+        slow.result(20)
+    assert 0.4 < time.monotonic() - began < 10
+    compiler.gate.set()
+    assert isinstance(compiler.compile(SLOW).result(20), GrammarMatcher), "another try is not refused unseen"
+    compiler.close()
+
+
+def test_behind_two_slow_grammars_the_wait_is_bounded_too() -> None:
+    compiler = Counting(timeout=0.3)
+    waiting: list[Future] = [compiler.compile(f"{SLOW}{n}") for n in range(3)]
+    for future in waiting:
+        with pytest.raises(InvalidRequest, match="within 0.3 seconds"):
+            future.result(20)
+    compiler.gate.set()
+    assert isinstance(compiler.compile(GRAMMAR).result(20), GrammarMatcher)
+    assert f"{SLOW}2" not in compiler.built, "what nobody waits for any more is not begun"
+    compiler.close()
+
+
+def test_a_tokenizer_that_cannot_be_used_is_each_requests_error() -> None:
+    def broken() -> None:
+        raise InvalidRequest("no end-of-sequence token", "structured_outputs")
+
+    compiler = Compiler(broken)  # type: ignore[arg-type]
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="no end-of-sequence"):
+            compiler.compile(GRAMMAR).result(20)
+    compiler.close()
+
+
+def test_a_matcher_may_leave_forcing_out() -> None:
+    compiler = Counting()
+    compiler.fast_forward = False
+    grammar = '{"grammars": [{"lark_grammar": "start: \\"abab\\""}]}'
+    matcher = compiler.compile(grammar).result(20)
+    assert matcher.forced() == []
+    matcher.accept(TOY.encode("abab", add_special_tokens=False))
+    assert matcher.forced() == [TOY.eos_ids[0]], "the end still comes by itself"
+    compiler.fast_forward = True
+    assert compiler.compile(grammar).result(20).forced() == TOY.encode("abab", add_special_tokens=False)
+    compiler.close()

@@ -1,0 +1,63 @@
+"""Free text with parts that follow a schema, in both notations."""
+
+from typing import Any
+
+import pytest
+
+from tests.decoding.grammar.schema_cases import INT, obj
+from tests.decoding.grammar.toy import Grammars, toy_tokenizer
+
+CALL = {"type": "tag", "begin": "<f=a>", "content": {"type": "json_schema", "json_schema": obj(x=INT)}, "end": "</f>"}
+OTHER = {"type": "tag", "begin": "<f=b>", "content": {"type": "regex", "pattern": "[xy]+"}, "end": ["</f>", ";"]}
+OLD = {"type": "structural_tag", "triggers": ["<f="],
+       "structures": [{"begin": "<f=a>", "schema": obj(x=INT), "end": "</f>"}]}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(toy_tokenizer())
+
+
+def triggered(**options: bool) -> dict[str, Any]:
+    return {"type": "triggered_tags", "triggers": ["<f="], "tags": [CALL, OTHER], **options}
+
+
+@pytest.mark.parametrize(
+    "form, good, bad",
+    [
+        (OLD, ["", "free text", 'x <f=a>{"x": 1}</f> y', '<f=a>{"x": 1}</f><f=a>{"x": 2}</f>', "<f", "a <f>"],
+         ["<f=b>", '<f=a>{"y": 1}</f>', '<f=a>{"x": 1}', "<f=a>x</f>"]),
+        (triggered(), ["", "t", 'x <f=a>{"x": 1}</f> y<f=b>xy;', "<f=b>x</f>"], ["<f=c>", "<f=b>;", "<f=b>x"]),
+        (triggered(at_least_one=True), ['<f=a>{"x": 1}</f>', "<f=b>x; and", "<f=b>x;and <f=b>y;"],
+         ["", "t", "t<f=b>x;"]),
+        (triggered(stop_after_first=True), ["", "text", "text <f=b>x;"], ["<f=b>x; ", "<f=b>x;<f=b>x;"]),
+        (triggered(at_least_one=True, stop_after_first=True), ["<f=b>x;"], ["", "t", "<f=b>x; "]),
+        ({"type": "tags_with_separator", "tags": [CALL, OTHER], "separator": ", "},
+         ["", "<f=b>x;", '<f=b>x;, <f=a>{"x": 1}</f>'], ["t", "<f=b>x;,", "<f=b>x;<f=b>x;"]),
+        ({"type": "tags_with_separator", "tags": [OTHER], "separator": "", "at_least_one": True},
+         ["<f=b>x;<f=b>y</f>"], ["", "<f=b>x; "]),
+        ({"type": "sequence", "elements": [
+            {"type": "tag", "begin": "<think>", "content": {"type": "any_text"}, "end": "</think>"},
+            {"type": "or", "elements": [CALL, {"type": "const_string", "value": "no"}]}]},
+         ["<think>a < b</think>no", '<think></think><f=a>{"x": 1}</f>'], ["no", "<think></think>", "<think>no"]),
+        ({"type": "grammar", "grammar": 'start: "a" | "b" start'}, ["a", "bba"], ["b", "c"]),
+        ({"type": "sequence", "elements": [{"type": "const_string", "value": "ab<|start|>"},
+                                           {"type": "json_schema", "json_schema": {"type": "null"}}]},
+         ["ab<|start|>null"], ["abnull", "ab<null"]),
+        ({"type": "triggered_tags", "triggers": ["<|start|>"], "tags": [
+            {"type": "tag", "begin": "<|start|>x", "content": {"type": "any_text"}, "end": "<|start|>"}]},
+         ["text", "a <|start|>x any <|start|> b"], ["<|start|>y", "<|start|>x"]),
+    ],
+)  # fmt: skip
+def test_tags(grammars: Grammars, form: dict, good: list[str], bad: list[str]) -> None:
+    tag = form if form["type"] == "structural_tag" else {"type": "structural_tag", "format": form}
+    for text in good:
+        assert grammars.accepts(grammars.matcher(structural_tag=tag), text), text
+    for text in bad:
+        assert not grammars.accepts(grammars.matcher(structural_tag=tag), text), text
+
+
+def test_once_triggered_the_rest_of_the_begin_is_forced(grammars: Grammars) -> None:
+    matcher = grammars.matcher(structural_tag=OLD)
+    matcher.accept(grammars.encode("I look it up: <f="))
+    assert grammars.tokenizer.decode(matcher.forced()) == 'a>{"x": '
