@@ -24,7 +24,7 @@ MERGES = ("Hello", " world")  # words of one token, beside the 256 bytes
 VOCAB_SIZE = 512
 
 
-def byte_tokenizer(bos: bool = False) -> Tokenizer:
+def byte_tokenizer(bos: bool = False, special_tokens: Sequence[str] = SPECIAL) -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {letter: index for index, letter in enumerate(alphabet)}
     merges: list[tuple[str, str]] = []
@@ -37,7 +37,7 @@ def byte_tokenizer(bos: bool = False) -> Tokenizer:
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(list(SPECIAL))
+    backend.add_special_tokens(list(special_tokens))
     eos = backend.token_to_id("<|im_end|>")
     special = {"eos_token": "<|im_end|>"} | ({"bos_token": "<|im_start|>"} if bos else {})
     return Tokenizer(backend, special_tokens=special, eos_ids=[eos], chat_templates={"default": CHAT_TEMPLATE})

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from serving.decoding.output_format import OutputFormat
 from serving.decoding.output_parser import OutputParser
-from serving.decoding.parts import Message
+from serving.decoding.parts import Message, ReasoningDelta
 from serving.decoding.reasoning.deepseek_r1 import DeepSeekR1ReasoningParser
 from serving.decoding.reasoning.harmony import HarmonyParser
 from serving.decoding.reasoning.qwen3 import Qwen3ReasoningParser
@@ -83,7 +83,8 @@ def test_calls_after_reasoning_and_not_in_it() -> None:
 def test_reasoning_comes_as_it_is_written() -> None:
     parser = DeepSeekR1ReasoningParser(OPENED)
     assert parser.in_reasoning
-    assert [part.text for letter in "a\nb<c" for part in parser.feed(letter)] == ["a", "\nb", "<c"]
+    news = [part for letter in "a\nb<c" for part in parser.feed(letter)]
+    assert news == [ReasoningDelta("a"), ReasoningDelta("\nb"), ReasoningDelta("<c")]
     parser.feed("</think>")
     assert not parser.in_reasoning
     assert not Qwen3ReasoningParser(CLOSED).in_reasoning and not Qwen3ReasoningParser(PLAIN).in_reasoning
