@@ -32,7 +32,7 @@ class Compiling:
         done = [(request, future) for request, future in self._requests.values() if future.done()]
         for request, _ in done:
             del self._requests[request.request_id]
-        return [(request, _outcome(future)) for request, future in done]
+        return [(request, _outcome(request, future)) for request, future in done]
 
     def abort(self, request_id: str) -> bool:
         """Whether it was here."""
@@ -43,9 +43,11 @@ class Compiling:
         return gone
 
 
-def _outcome(future: Future) -> Matcher | PageloomError:
+def _outcome(request: EngineRequest, future: Future) -> Matcher | PageloomError:
     error = future.exception()
     if error is None:
         return future.result()
-    return error if isinstance(error, PageloomError) else InvalidRequest(f"the grammar failed: {error!r}",
-                                                                          "structured_outputs")  # fmt: skip
+    if isinstance(error, PageloomError) and not isinstance(error, InvalidRequest):
+        return error
+    what = str(error) if isinstance(error, InvalidRequest) else f"the grammar failed: {error!r}"
+    return InvalidRequest(what, request.grammar_source or "structured_outputs")

@@ -159,7 +159,6 @@ class Runner(Protocol):
     max_num_batched_tokens: int
     max_model_len: int
     vocab_size: int
-    drafts_on_device: bool  # a step's results bring drafts for the next
 
     def dispatch(self, plan: StepPlan) -> Any:
         """Packs and starts a step without waiting for it; returns a handle for `fetch`."""
@@ -167,6 +166,11 @@ class Runner(Protocol):
 
     def fetch(self, handle: Any) -> StepResult:
         """Waits for a step; handles must be fetched in the order of dispatch."""
+        ...
+
+    @property
+    def drafts_on_device(self) -> bool:
+        """A step's results bring drafts for the next."""
         ...
 
     def stats(self) -> dict[str, float]:

@@ -291,7 +291,8 @@ class Scheduler:
         `may_end`, and then says so; otherwise it is sampled, from nothing else."""
         if seq.matcher is None:
             return None
-        forced, end = seq.matcher.forced(), None
+        forced = seq.matcher.forced()
+        end: tuple[FinishReason, int] | None = None
         for count, token in enumerate(forced):
             reason = self._end_of(seq, token, seq.num_tokens + 1)
             if reason is not None and not may_end:

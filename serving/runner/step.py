@@ -60,11 +60,11 @@ def state_shapes(layout: KVLayout | LatentLayout, num_groups: int, max_num_seqs:
     slots = num_groups * (max_num_seqs + 1)
 
     def make() -> DeviceState:
-        per_token = (jnp.zeros((slots, vocab_size), dtype) for dtype in (jnp.float32, bool, jnp.int32))
+        bias, seen, counts = (jnp.zeros((slots, vocab_size), dtype) for dtype in (jnp.float32, bool, jnp.int32))
         mask = jnp.zeros((slots, num_drafts + 1, -(-vocab_size // 32)), jnp.int32)
         kv_pages = jnp.zeros(layout.shape, layout.dtype)
         load = None if experts is None else jnp.zeros(experts, jnp.uint32)
-        return DeviceState(kv_pages, jnp.zeros(slots, jnp.int32), SamplingState(*per_token, mask), load)
+        return DeviceState(kv_pages, jnp.zeros(slots, jnp.int32), SamplingState(bias, seen, counts, mask), load)
 
     return jax.eval_shape(make)
 
@@ -75,10 +75,12 @@ def with_shardings(rules: AxisRules, shapes: DeviceState, kv_axes: Axes = KVLayo
     def shard(shape: Any, axes: Axes) -> Any:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=rules.sharding(axes, shape.shape))
 
+    bias, seen, counts, mask = shapes.sampling
+    of_vocab = (shard(x, _OF_VOCAB) for x in (bias, seen, counts))
     return shapes._replace(
         kv_pages=shard(shapes.kv_pages, kv_axes),
         last_token=shard(shapes.last_token, ("slots",)),
-        sampling=SamplingState(*(shard(x, _OF_VOCAB) for x in shapes.sampling[:3]), shard(shapes.sampling.mask, _MASK)),
+        sampling=SamplingState(*of_vocab, mask=shard(mask, _MASK)),
         expert_load=None if shapes.expert_load is None else shard(shapes.expert_load, (None, None)),
     )
 
@@ -114,7 +116,9 @@ def run_step(
         newest = jnp.take_along_axis(sampled.tokens, accepted.count[:, None], axis=1)[:, 0]
         last_token = last_token.at[rows.slot].set(jnp.where(rows.samples, newest, last_token[rows.slot]))
         outputs = StepOutputs(
-            *(gather_groups(rules, x) for x in (sampled.tokens, accepted.count, accepted.kept)),
+            gather_groups(rules, sampled.tokens),
+            gather_groups(rules, accepted.count),
+            gather_groups(rules, accepted.kept),
             _where_wanted(rules, enabled.logprobs, sampled.logprobs),
             _where_wanted(rules, enabled.target_logprobs, of_targets, ways_back),
         )
@@ -186,7 +190,7 @@ def _publish_drafts(rules: AxisRules, drafts: Drafts, drawn_from: Array | None, 
     """(the tokens for the host, without their distributions; the distributions by slot)."""
 
     def local(tokens, parents, probabilities, drawn_from, slots):
-        published = Drafts(*(None if x is None else gather_groups(rules, x) for x in (tokens, parents)))
+        published = Drafts(gather_groups(rules, tokens), None if parents is None else gather_groups(rules, parents))
         if drawn_from is None:
             return published, ()
         return published, drawn_from.at[slots, : probabilities.shape[1]].set(probabilities)
