@@ -9,6 +9,8 @@ from pydantic import ValidationError
 
 from serving.api.http.errors import explain
 from serving.api.http.requests import CompletionRequest
+from serving.decoding.grammar.build import grammar_of
+from serving.request import StructuredOutputs
 from tests.api.conftest import Serve, client_of
 
 pytestmark = pytest.mark.anyio
@@ -63,9 +65,24 @@ def assert_error(response: Any, status: int, param: str | None, *words: str) -> 
         (TEXT, {"priority": 1}, "priority", "scheduling-policy"),
         (TEXT, {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1"),
         (TEXT, {"suffix": "x"}, "suffix", "not supported yet"),
-        (TEXT, {"structured_outputs": {"json": {}}}, "structured_outputs", "not supported yet"),
-        (TEXT, {"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
-        (CHAT, {"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "not supported yet"),
+        (TEXT, {"structured_outputs": {}}, "structured_outputs", "exactly one"),
+        (CHAT, {"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "regex and choice"),
+        (TEXT, {"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not JSON"),
+        (TEXT, {"structured_outputs": {"yaml": "a"}}, "structured_outputs.yaml", "not a known field"),
+        (TEXT, {"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1"),
+        (TEXT, {"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+        (TEXT, {"response_format": {"type": "json_schema"}}, "response_format", "json_schema is missing"),
+        (TEXT, {"response_format": {"type": "text", "json_schema": {"name": "a"}}}, "response_format", "does not go"),
+        (CHAT, {"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.name",
+         "missing"),
+        (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "a b"}}},
+         "response_format.json_schema.name", "a b"),
+        (CHAT, {"response_format": {"type": "structural_tag", "structures": [], "triggers": ["x"]}}, "response_format",
+         "tags is empty"),
+        (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}},
+         "response_format", "without end"),
+        (CHAT, {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs",
+         "both given"),
         (TEXT, {"kv_transfer_params": {}}, "kv_transfer_params", "not supported yet"),
         (CHAT, {"tools": [{"type": "function"}]}, "tools[0].function", "missing"),
         (CHAT, {"tool_choice": "required"}, "tool_choice", "needs tools"),
@@ -97,6 +114,40 @@ async def test_a_broken_rule_is_named(serve: Serve, path: str, body: dict[str, A
     base = {TEXT: {"prompt": "Hello"}, CHAT: {"messages": HI}, "/tokenize": {"prompt": "x"}, "/detokenize": {}}[path]
     async with client_of(serve()) as client:
         assert_error(await client.post(path, json={**base, **body}), 400, param, word, param.split("[")[0])
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f>"]}
+
+
+@pytest.mark.parametrize(
+    "fields, same_as",
+    [
+        ({"response_format": {"type": "json_object"}}, StructuredOutputs(json_object=True)),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}},
+         StructuredOutputs(json=SCHEMA)),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "description": "d"}}},
+         StructuredOutputs(json_object=True)),
+        ({"response_format": {"type": "structural_tag", **TAG}},
+         StructuredOutputs(structural_tag={"type": "structural_tag", **TAG})),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA), "whitespace_pattern": " ?"}},
+         StructuredOutputs(json=SCHEMA, whitespace_pattern=" ?")),
+        ({"structured_outputs": {"regex": "a+"}}, StructuredOutputs(regex="a+")),
+        ({"structured_outputs": {"choice": ["a", "b"]}, "response_format": {"type": "text"}},
+         StructuredOutputs(choice=("a", "b"))),
+        ({"response_format": {"type": "text"}}, None),
+    ],
+)
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+async def test_the_form_of_the_output_becomes_a_grammar(serve: Serve, path: str, fields: dict[str, Any],
+                                                         same_as: StructuredOutputs | None) -> None:
+    service = serve()
+    base = {TEXT: {"prompt": "Hello"}, CHAT: {"messages": HI}}[path]
+    async with client_of(service) as client:
+        assert (await client.post(path, json={**base, "n": 2, **fields})).status_code == 200
+    special = service.tokenizer.special_token_ids
+    expected = grammar_of(same_as, special) if same_as else ""
+    assert [request.grammar for request in service.engine.seen] == [expected] * 2  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

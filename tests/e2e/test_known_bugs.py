@@ -196,5 +196,5 @@ def test_extreme_penalties_act(server: Server):
 
 @pytest.mark.parametrize("field", ["structured_outputs", "guided_json", "suffix", "kv_transfer_params", "pancake"])
 def test_fields_without_an_effect_are_refused(server: Server, field: str):
-    """Grammar, and whatever else is not there yet: 400 that names the field, never silence."""
+    """Whatever is not there yet, or not as it is given: 400 that names the field, never silence."""
     assert field in refused(server, prompt="x", **{field: {"a": 1}})["message"]
