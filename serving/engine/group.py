@@ -125,6 +125,7 @@ class Group:
         """Adds a row of `num_tokens` known or pending tokens, for which there are pages, with a draft where there is
         one and room for it. Returns how many tokens it has."""
         draft = mask = None
+        room = min(room, len(seq.table.pages) * self.kv.page_size - seq.num_computed - num_tokens)  # a tree may be wide
         if not seq.num_pending and seq.num_computed + num_tokens == seq.num_tokens:
             draft, mask = self._speculation.propose(seq, num_tokens, room)
         if draft is not None and not self.kv.grow(seq.table, seq.num_computed + num_tokens + len(draft)):

@@ -1,12 +1,13 @@
 """Drives a scheduler as the core does, against the fake runner, and checks after every call what must always hold."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from serving.config import EngineConfig
 from serving.engine.group import Group
 from serving.engine.scheduler import Scheduler
 from serving.engine.scheduler_config import SchedulerConfig
+from serving.engine.speculating import SpeculationParts
 from serving.engine.step import Step
 from serving.request import EngineRequest, SamplingParams, TokenEvent
 from tests.engine.fake_runner import EOS, VOCAB, FakeRunner, expected_outputs
@@ -20,16 +21,19 @@ class Live:
 
 
 class Harness:
-    """`overlap` False: every step is fetched before the next is planned."""
+    """`overlap` False: every step is fetched before the next is planned. speculation: instead of the config's."""
 
-    def __init__(self, runner: FakeRunner | None = None, *, overlap: bool = True, **config):
+    def __init__(self, runner: FakeRunner | None = None, *, overlap: bool = True,
+                 speculation: SpeculationParts | None = None, **config):  # fmt: skip
         self.runner = runner or FakeRunner()
-        config = EngineConfig(**config)
-        self.scheduler = Scheduler(SchedulerConfig.of(self.runner, EOS, config), clock=lambda: 7.0)
+        limits = SchedulerConfig.of(self.runner, EOS, EngineConfig(**config))
+        if speculation is not None:
+            limits = replace(limits, speculation=speculation)
+        self.scheduler = Scheduler(limits, clock=lambda: 7.0)
         self._available: dict[Group, int] = {}  # pages when the step was planned, before duplicates were freed
         for group in self.scheduler.groups:
             self._watch(group)
-        self.overlap = overlap
+        self.overlap, self.speculates = overlap, limits.speculation is not None
         self.live: dict[str, Live] = {}
         self.finished: dict[str, TokenEvent] = {}
         self.outputs: dict[str, list[int]] = {}
@@ -55,7 +59,7 @@ class Harness:
 
     def step(self) -> Step | None:
         """One turn of the core's loop."""
-        if not self.overlap:
+        if not self.overlap or (self.speculates and self.scheduler.waits_for_result):
             self._fetch()
         step = self._schedule()
         handle = self.runner.dispatch(step.plan) if step is not None else None
@@ -97,11 +101,13 @@ class Harness:
                 for seq in group.running
                 if seq.total - seq.num_computed == 1
                 and seq.num_computed < seq.end
-                and not (seq.num_pending and seq.sampling_state and seq.sampling_state.needs_outputs)
+                and not (seq.num_pending and seq.needs_newest)
             ]
             for group in self.scheduler.groups
         }
         step = self.scheduler.schedule()
+        if self.scheduler.speculation.is_on:
+            ready = {group: [seq for seq in seqs if not seq.num_pending] for group, seqs in ready.items()}
         self.scheduler.check_integrity()
         planned = set(step.sequences) if step else set()
         for group, seqs in ready.items():
@@ -110,7 +116,10 @@ class Harness:
                 assert skipped == [group.running[-1]] and not self._available[group]
         threshold = self.scheduler.config.long_prefill_token_threshold
         if step is not None and threshold:
-            assert all(row.num_tokens <= threshold for row in step.plan.rows)
+            prefills = [
+                row for seq, row in zip(step.sequences, step.plan.rows, strict=True) if row.start < seq.prefill_end
+            ]
+            assert all(row.num_tokens - row.num_drafts <= threshold for row in prefills)
         return step
 
     def _fetch(self) -> None:

@@ -2,22 +2,29 @@
 check everything after every step; here is only what happens."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serving.engine.speculating import SpeculationParts
 from serving.errors import InvalidRequest, Overloaded
 from tests.engine.fake_runner import FakeRunner
 from tests.engine.harness import Harness, random_requests, random_tokens
 
 
-def make_harness(rng: random.Random, num_groups: int) -> Harness:
+def make_harness(
+    rng: random.Random,
+    num_groups: int,
+    make_runner: Callable[..., FakeRunner] = FakeRunner,
+    speculation: Callable[[FakeRunner], SpeculationParts | None] = lambda runner: None,
+) -> Harness:
     max_num_seqs = rng.choice([1, 2, 4, 8, 8])
     page_size = rng.choice([1, 2, 4, 8])
     max_model_len = rng.choice([24, 48, 80])
     full = -(-max_model_len // page_size)  # pages of one full sequence: the pool just fits it, or a few
-    runner = FakeRunner(
+    runner = make_runner(
         num_groups=num_groups,
         num_pages=1 + rng.choice([full // 2, full, full + 2, 2 * full, 3 * full, 8 * full]),
         page_size=page_size,
@@ -32,12 +39,15 @@ def make_harness(rng: random.Random, num_groups: int) -> Harness:
         scheduling_policy=rng.choice(["fcfs", "priority"]),
         long_prefill_token_threshold=rng.choice([0, 0, 3, 8]),
         max_num_waiting=rng.choice([5, 30]),
+        speculation=speculation(runner),
     )
 
 
-def play(rng: random.Random, num_groups: int, num_steps: int) -> Harness:
+def play(
+    rng: random.Random, num_groups: int, num_steps: int, make: Callable[[random.Random, int], Harness] = make_harness
+) -> Harness:
     """Arrivals in bursts and lulls, aborts at any time, flushes; then everything must come to its end."""
-    harness = make_harness(rng, num_groups)
+    harness = make(rng, num_groups)
     max_len = harness.runner.max_model_len
     bases = [random_tokens(rng, max_len) for _ in range(3)]
     for step in range(num_steps):
