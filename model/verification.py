@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Int, UInt32
 class DraftRows(NamedTuple):
     """As packed. A row's drafts are its last tokens."""
 
-    count: Int[Array, " S"]
+    number: Int[Array, " S"]  # of drafts
     following: Int[Array, " S"]  # the known token after the row's last, where it does not sample
     parents: Int[Array, "S K"] | None  # a draft's parent, -1: the last known token; None: each follows the one before
 
@@ -43,7 +43,7 @@ class Positions(NamedTuple):
 
 class Accepted(NamedTuple):
     path: Int[Array, "S J"]  # positions: 0, then those of the accepted drafts; what follows them means nothing
-    count: Int[Array, " S"]  # of accepted drafts
+    number: Int[Array, " S"]  # of accepted drafts
     kept: Int[Array, " S"]  # of them from the first on, those that are at their place in the row
 
     def of_path(self, x: Array) -> Array:
@@ -52,7 +52,7 @@ class Accepted(NamedTuple):
 
     @property
     def is_on_path(self) -> Bool[Array, "S J"]:
-        return jnp.arange(self.path.shape[1]) <= self.count[:, None]
+        return jnp.arange(self.path.shape[1]) <= self.number[:, None]
 
 
 def positions_of(drafts: DraftRows | None, tokens: Int[Array, " T"], cu_q_lens: Int[Array, " S+1"], num_drafts: int
@@ -63,8 +63,8 @@ def positions_of(drafts: DraftRows | None, tokens: Int[Array, " T"], cu_q_lens: 
         nothing = jnp.zeros((rows, 0), jnp.int32)
         return Positions(last[:, None], nothing, nothing.astype(bool), nothing, jnp.zeros((rows, 1, 0), bool))
     offset = jnp.arange(num_drafts + 1, dtype=jnp.int32)
-    token = jnp.minimum((last - drafts.count)[:, None] + offset, last[:, None])
-    used = offset[:-1] < drafts.count[:, None]
+    token = jnp.minimum((last - drafts.number)[:, None] + offset, last[:, None])
+    used = offset[:-1] < drafts.number[:, None]
     return Positions(token, tokens[token[:, 1:]], used, *_family(drafts.parents, rows, num_drafts))
 
 
@@ -114,11 +114,11 @@ def tree_mask(positions: Positions, drafts: DraftRows, cu_q_lens: Int[Array, " S
               words: int) -> tuple[UInt32[Array, "T C"], Int[Array, " T"]]:  # fmt: skip
     """What each token sees of its row, as ragged paged attention wants it, and its position: a draft's follows its
     parent's. by_index: positions as they would be in a chain. Rows of more than 32 C tokens must have no drafts."""
-    num_tokens, num_rows = len(by_index), len(drafts.count)
+    num_tokens, num_rows = len(by_index), len(drafts.number)
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     row = jnp.minimum(jnp.searchsorted(cu_q_lens[1:], token, side="right"), num_rows - 1)
     index = token - cu_q_lens[row]
-    known = (cu_q_lens[1:] - cu_q_lens[:-1] - drafts.count)[row]
+    known = (cu_q_lens[1:] - cu_q_lens[:-1] - drafts.number)[row]
     is_draft = (index >= known) & (token < cu_q_lens[-1])
     number = jnp.where(is_draft, index - known + 1, 0)  # among the row's positions
     ancestors = positions.ancestors[row, number]  # [T, K]

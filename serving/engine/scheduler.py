@@ -299,7 +299,8 @@ class Scheduler:
                 forced = forced[:count]
                 break
             if reason is not None:
-                forced, end = forced[: count + 1], (reason, token)
+                end = reason, token
+                forced = forced[: count + 1]
                 break
         for token in forced:
             seq.append(token)

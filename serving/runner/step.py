@@ -113,11 +113,11 @@ def run_step(
         of_targets = target_logprobs(hidden, targets, enabled.target_logprobs, project, num_logprobs=num_logprobs,
                                      vocabulary=vocabulary)
         accepted = sampled.accepted
-        newest = jnp.take_along_axis(sampled.tokens, accepted.count[:, None], axis=1)[:, 0]
+        newest = jnp.take_along_axis(sampled.tokens, accepted.number[:, None], axis=1)[:, 0]
         last_token = last_token.at[rows.slot].set(jnp.where(rows.samples, newest, last_token[rows.slot]))
         outputs = StepOutputs(
             gather_groups(rules, sampled.tokens),
-            gather_groups(rules, accepted.count),
+            gather_groups(rules, accepted.number),
             gather_groups(rules, accepted.kept),
             _where_wanted(rules, enabled.logprobs, sampled.logprobs),
             _where_wanted(rules, enabled.target_logprobs, of_targets, ways_back),
@@ -180,7 +180,7 @@ def _settle(tokens, cu_q_lens, kv_lens, drafts: DraftRows, positions: Positions,
     if drafts.parents is not None:
         features = features[settled_order(accepted, positions, len(tokens))]
     following = following_tokens(tokens, accepted, positions, sampled.tokens, samples, drafts)
-    rejected = jnp.where(samples, drafts.count - accepted.count, 0)
+    rejected = jnp.where(samples, drafts.number - accepted.number, 0)
     last = jnp.maximum(cu_q_lens[1:] - 1, 0) - rejected
     return Settled(features, following, last, kv_lens - rejected, newest, samples)
 
