@@ -88,7 +88,7 @@ class Speculation:
             self._parts.drafter.forget(seq.request.request_id, tokens, seq.prompt_len)
 
     def _proposed(self, seq: Sequence, num_known: int, room: int) -> Draft | None:
-        most = min(self.length, room, seq.max_len - seq.num_tokens)  # of a tree, too: each has its place in the cache
+        most = min(self.length, room)
         if self._parts is None or most < 1:
             return None
         if self._parts.tree_tokens:
