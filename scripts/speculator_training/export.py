@@ -1,0 +1,37 @@
+"""The folder that `--speculative-config` names: config.json, model.safetensors, and how they were made."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from checkpoints.safetensors_source import DTYPES
+
+
+def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray],
+                 training: Mapping[str, Any]) -> None:  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    write_safetensors(folder / "model.safetensors", tensors)
+    for name, values in (("config.json", config), ("training.json", training)):
+        (folder / name).write_text(json.dumps(values, indent=1) + "\n")
+
+
+def write_safetensors(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """The format is an 8-byte length, a JSON header and the bytes: https://github.com/huggingface/safetensors"""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, tensor in tensors.items():
+        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape),
+                        "data_offsets": [at, at + tensor.nbytes]}  # fmt: skip
+        at += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    part = file.with_suffix(".part")
+    with part.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            out.write(np.ascontiguousarray(tensor).tobytes())
+    part.replace(file)
