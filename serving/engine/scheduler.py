@@ -294,7 +294,7 @@ class Scheduler:
         forced = seq.matcher.forced()
         end: tuple[FinishReason, int] | None = None
         for count, token in enumerate(forced):
-            reason = self._end_of(seq, token, seq.num_tokens + 1)
+            reason = self._end_of(seq, token, seq.num_tokens + count + 1)
             if reason is not None and not may_end:
                 forced = forced[:count]
                 break
