@@ -11,7 +11,8 @@ from tests.e2e.servers import Gateway, Server
 from tests.e2e.tiny_model import write_tiny_model
 
 # Few compiled shapes: what start-up costs with a cold cache.
-REAL = ("--max-num-seqs", "16", "--max-num-batched-tokens", "128", "--check-integrity")
+REAL = ("--max-num-seqs", "16", "--max-num-batched-tokens", "128", "--check-integrity", "--enable-auto-tool-choice",
+        "--tool-call-parser", "hermes")  # fmt: skip
 TINY = ("--max-model-len", "4096", "--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--num-pages", "2049")
 TEST_SECONDS = 300
 
