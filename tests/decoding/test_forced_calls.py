@@ -1,0 +1,62 @@
+"""The grammars of calls that tool_choice forces, walked token by token."""
+
+import numpy as np
+import pytest
+
+from serving.decoding.grammar.build import grammar_of
+from serving.decoding.grammar.compiler import Compiler
+from serving.decoding.grammar.tokens import vocabulary
+from serving.decoding.output_format import OutputFormat
+from serving.decoding.tools.base import Tool
+from tests.api.fakes import SPECIAL, VOCAB_SIZE, byte_tokenizer
+
+MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
+ADD = Tool("add", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"],
+                   "additionalProperties": False})  # fmt: skip
+ANY = Tool("any")
+THOUGHT = "<|channel|>analysis<|message|>Hm. [{<|end|><|start|>assistant<|channel|>final<|message|>"
+OPENED, CLOSED = "<think>\n", "<think>\n\n</think>\n\n"
+BOTH = '[{"name": "add", "parameters": {"a": 1}}, {"name": "any", "parameters": {"x": [1, "y"]}}]'
+
+
+def form(calls: str, *tools: Tool, reasoning: str | None = None, parallel: bool = True) -> OutputFormat:
+    return OutputFormat(calls=calls, tools=tools, reasoning_parser=reasoning, parallel_tool_calls=parallel)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    tokenizer = byte_tokenizer(special_tokens=(*SPECIAL, *MARKS))
+    compiler = Compiler(lambda: vocabulary(tokenizer, VOCAB_SIZE))
+    yield compiler, tokenizer
+    compiler.close()
+
+
+@pytest.mark.parametrize("how, prompt, text, fits", [
+    (form("named", ADD), "", '{"a": 12}', True),
+    (form("named", ADD), "", '{"b', False),
+    (form("named", ANY), "", '{"whatever": {"it": [1]}}', True),
+    (form("required", ADD, ANY), "", BOTH, True),
+    (form("required", ADD, ANY), "", "[]", False),
+    (form("required", ADD, ANY), "", '[{"name": "other"', False),
+    (form("required", ADD, ANY), "", '[{"name": "add", "parameters": {}', False),
+    (form("required", ADD, ANY, parallel=False), "", BOTH.partition(', {')[0] + "]", True),
+    (form("required", ADD, ANY, parallel=False), "", BOTH, False),
+    # Reasoning first, where there is any.
+    (form("required", ADD, ANY, reasoning="qwen3"), OPENED, f"Hm. [{{\n</think>\n\n{BOTH}", True),
+    (form("required", ADD, ANY, reasoning="qwen3"), OPENED, "Hm.</think>no", False),
+    (form("required", ADD, ANY, reasoning="qwen3"), CLOSED, BOTH, True),
+    (form("required", ADD, ANY, reasoning="qwen3"), CLOSED, "Hm.", False),
+    (form("required", ADD, ANY, reasoning="gpt-oss"), "", THOUGHT + BOTH, True),
+    (form("named", ADD, reasoning="gpt-oss"), "", THOUGHT + '{"a": -3}', True),
+    (form("named", ADD, reasoning="gpt-oss"), "", '{"a": -3}', False),
+])  # fmt: skip
+def test_what_fits(compiler, how: OutputFormat, prompt: str, text: str, fits: bool) -> None:
+    compiler, tokenizer = compiler
+    assert how.structured_outputs is not None
+    grammar = grammar_of(how.structured_outputs, tokenizer.special_token_ids, after=how.free(prompt))
+    ids = np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)
+    out = np.zeros((len(ids) + 1, -(-VOCAB_SIZE // 32)), np.int32)
+    valid = compiler.compile(grammar).result().masks(ids, np.arange(-1, len(ids) - 1), out)
+    assert valid.all() == fits
+    eos = tokenizer.eos_ids[0]
+    assert not fits or out[-1, eos // 32] >> (eos % 32) & 1
