@@ -24,6 +24,7 @@ from model.sampling import (
     shaped_weights,
     token_logprobs,
 )
+from model.typical_acceptance import Typical, accept_typical
 from model.verification import Accepted, Positions, accept, accept_first
 from model.vocabulary import Vocabulary
 
@@ -36,10 +37,11 @@ class Sampled(NamedTuple):
 
 def sample(
     logits: Float[Array, "R v"], rows: SamplingRows, positions: Positions, flags: SamplingFlags, state: SamplingState,
-    drawn_from: Float[Array, "S K v"] | None = None, *, num_logprobs: int, vocabulary: Vocabulary,
+    drawn_from: Float[Array, "S K v"] | None = None, *, typical: Typical | None = None, num_logprobs: int,
+    vocabulary: Vocabulary,
 ) -> tuple[Sampled, SamplingState]:  # fmt: skip
     """The next tokens of every row, and the state after counting them. drawn_from: the distributions of drafts, which
-    are chains then; None: drafts were chosen.
+    are chains then; None: drafts were chosen. typical: accept drafts by this rule, which changes the distribution.
 
     Order of options, as in vLLM: bias, penalties, the grammar's mask, temperature, min_p, top_k, top_p.
     """
@@ -54,6 +56,8 @@ def sample(
 
     def drawn() -> tuple[Int[Array, "S J"], Accepted]:
         weights = shaped_weights(shaped, most, every, flags, vocabulary)
+        if typical is not None:
+            return accept_typical(weights, best, positions, rows, typical, vocabulary)
         if drawn_from is None or not positions.drafts.shape[1]:
             token = jnp.where(every.temperature > 0, race(weights, every, vocabulary), best)
             accepted = accept(token.reshape(num_rows, num_sampled), positions)

@@ -27,6 +27,7 @@ from model.families.registry import may_be_left_over, param_sources, read_config
 from model.speculative.drafter import DeviceDrafter
 from model.transformer import Path as ParamPath
 from model.transformer import Transformer, param_axes, with_params
+from model.typical_acceptance import Typical
 from serving.config import EngineConfig
 from serving.decoding.grammar.compiler import Compiler
 from serving.decoding.grammar.tokens import vocabulary
@@ -279,6 +280,12 @@ def _draft_shapes(config: SpeculativeConfig | None) -> DraftShapes:
     return DraftShapes() if config is None else DraftShapes(lengths=config.lengths, tree_words=tree_words(config))
 
 
+def _typical(config: SpeculativeConfig | None) -> Typical | None:
+    if config is None or config.rejection_sample_method == "standard":
+        return None
+    return Typical(config.posterior_threshold, config.posterior_alpha)
+
+
 def _runner_config(config: EngineConfig, model: ModelConfig, hosts: Hosts, progress: bool) -> RunnerConfig:
     on_cpu = jax.default_backend() == "cpu"
     max_model_len = config.max_model_len or model.max_position
@@ -301,6 +308,7 @@ def _runner_config(config: EngineConfig, model: ModelConfig, hosts: Hosts, progr
         memory_share=config.gpu_memory_utilization,
         spreading=_spreading(config, tokens),
         drafts=_draft_shapes(config.speculative_config),
+        typical=_typical(config.speculative_config),
         least_of_hosts=hosts.least,
         eplb=config.eplb_config,
         progress=progress,

@@ -13,6 +13,7 @@ from flax import nnx
 from model.build import Kernels
 from model.speculative.drafter import DeviceDrafter
 from model.transformer import Path, Transformer, param_axes, param_dtypes
+from model.typical_acceptance import Typical
 from serving.config import MAX_LOGPROBS
 from serving.runner.packing import packed_size
 from serving.runner.shapes import StepShape
@@ -21,11 +22,12 @@ from serving.runner.step import DeviceState, run_step, state_shapes, with_shardi
 
 class StepProgram:
     """A model's step, and the shapes of its state. The model, and a drafter on the device, hold arrays or, where
-    nothing is to run, shapes with shardings. max_num_seqs: of each data group. num_drafts: the most of a row."""
+    nothing is to run, shapes with shardings. max_num_seqs: of each data group. num_drafts: the most of a row. typical:
+    see `model.next_tokens.sample`."""
 
     def __init__(self, model: Transformer, kernels: Kernels, *, max_num_seqs: int, num_drafts: int = 0,
-                 drafter: DeviceDrafter | None = None):  # fmt: skip
-        self.drafter, self._num_drafts = drafter, num_drafts
+                 drafter: DeviceDrafter | None = None, typical: Typical | None = None):  # fmt: skip
+        self.drafter, self._num_drafts, self._typical = drafter, num_drafts, typical
         self._structure, params = nnx.split(model)
         self._drafter_structure, of_drafter = (None, ()) if drafter is None else nnx.split(drafter)
         self.params, self._tree = jax.tree.flatten((params, of_drafter))  # the model's come first
@@ -59,7 +61,7 @@ class StepProgram:
             of_model, of_drafter = jax.tree.unflatten(self._tree, params)
             model = nnx.merge(self._structure, of_model)
             drafter = None if self._drafter_structure is None else nnx.merge(self._drafter_structure, of_drafter)
-            return run_step(model, state, packed, shape, row_pages, num_logprobs, drafter)
+            return run_step(model, state, packed, shape, row_pages, num_logprobs, drafter, self._typical)
 
         size = (self._rules.num_groups, packed_size(shape, row_pages))
         packed = jax.ShapeDtypeStruct(size, jnp.int32, sharding=self._rules.sharding(("groups", None), size))

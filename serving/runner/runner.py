@@ -17,6 +17,7 @@ from model.build import Kernels
 from model.sampling import BANNED, SamplingState, TokenLogprobs
 from model.speculative.drafter import DeviceDrafter
 from model.transformer import Transformer
+from model.typical_acceptance import Typical
 from serving.config import EplbConfig
 from serving.engine.plan import Draft, GroupPlan, SlotUpdate, StepPlan, StepResult
 from serving.errors import ConfigError
@@ -42,6 +43,7 @@ class RunnerConfig:
     eplb: EplbConfig = EplbConfig()
     spreading: Spreading | None = None  # over the context axis, if the mesh has one
     drafts: DraftShapes = DraftShapes()
+    typical: Typical | None = None  # accept drafts by this rule, which changes what is sampled
     least_of_hosts: Callable[[str, int], int] = lambda name, mine: mine  # of the values that all hosts have
     progress: bool = False
 
@@ -65,7 +67,7 @@ class ModelRunner:
     def __init__(self, model: Transformer, config: RunnerConfig, kernels: Kernels,
                  drafter: DeviceDrafter | None = None):  # fmt: skip
         self._program = StepProgram(model, kernels, max_num_seqs=config.max_num_seqs, num_drafts=config.drafts.most,
-                                    drafter=drafter)  # fmt: skip
+                                    drafter=drafter, typical=config.typical)  # fmt: skip
         self._params, self._config, self._rules = self._program.params, config, model.rules
         self.max_num_seqs, self.max_num_batched_tokens = config.max_num_seqs, config.max_num_batched_tokens
         self.max_model_len, self.page_size = config.max_model_len, config.page_size

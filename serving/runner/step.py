@@ -19,6 +19,7 @@ from model.next_tokens import Sampled, sample
 from model.sampling import SamplingFlags, SamplingRows, SamplingState, TokenLogprobs, target_logprobs
 from model.speculative.drafter import DeviceDrafter, Drafts, Settled
 from model.transformer import Transformer
+from model.typical_acceptance import Typical
 from model.verification import DraftRows, Positions, following_tokens, positions_of, settled_order, tree_mask
 from pallas_kernels.latent_attention.api import LatentLayout
 from pallas_kernels.ragged_paged_attention.api import KVLayout
@@ -87,10 +88,10 @@ def with_shardings(rules: AxisRules, shapes: DeviceState, kv_axes: Axes = KVLayo
 
 def run_step(
     model: Transformer, state: DeviceState, packed: Int[Array, "G size"], shape: StepShape, row_pages: int,
-    num_logprobs: int, drafter: DeviceDrafter | None = None,
+    num_logprobs: int, drafter: DeviceDrafter | None = None, typical: Typical | None = None,
 ) -> tuple[DeviceState, StepOutputs]:
     """One ragged step: forward pass, sampling, and the tokens stored for the next step to pick up. A drafter then
-    proposes what may follow, as many tokens a row as the shape has drafts."""
+    proposes what may follow, as many tokens a row as the shape has drafts. typical: see `model.next_tokens.sample`."""
     rules, inputs = model.rules, unpack(packed, shape, row_pages)
     batch, targets, ways_back = _fed(rules, inputs, state.last_token, shape), inputs.targets, None
     of_model = batch
@@ -109,7 +110,7 @@ def run_step(
         logits = project(hidden[at] if ways_back is None else ways_back.hidden_at(hidden, at))
         of_drafts = None if drawn_from is None else drawn_from[rows.slot, : shape.num_drafts]
         sampled, sampling = sample(logits, rows, positions, enabled, SamplingState(*of_vocab, mask=mask), of_drafts,
-                                   num_logprobs=num_logprobs, vocabulary=vocabulary)  # fmt: skip
+                                   typical=typical, num_logprobs=num_logprobs, vocabulary=vocabulary)  # fmt: skip
         of_targets = target_logprobs(hidden, targets, enabled.target_logprobs, project, num_logprobs=num_logprobs,
                                      vocabulary=vocabulary)
         accepted = sampled.accepted

@@ -50,7 +50,7 @@ def accepted_tokens(p, positions: Positions, temperature: np.ndarray, typical=PU
     tokens, accepted = judge(weights, best, positions, sampling_rows(temperature), typical=typical,
                              vocabulary=Vocabulary(size=p.shape[-1]))  # fmt: skip
     found = []
-    for row, count in enumerate(np.asarray(accepted.count)):
+    for row, count in enumerate(np.asarray(accepted.number)):
         path = np.asarray(accepted.path)[row, : count + 1]
         assert path[0] == 0 and (np.asarray(positions.parents)[row][path[1:] - 1] == path[:-1]).all()
         kept = next((i for i in range(count) if path[i + 1] != i + 1), count)
@@ -100,7 +100,7 @@ def test_greedy_rows_are_exact():
     best = jnp.asarray(p.argmax(-1), jnp.int32)
     exact = accept(best, positions)
     found = accepted_tokens(p, positions, np.zeros(40))
-    assert [len(tokens) - 1 for tokens in found] == exact.count.tolist() and max(exact.count) > 1
+    assert [len(tokens) - 1 for tokens in found] == exact.number.tolist() and max(exact.number) > 1
     for tokens, wanted in zip(found, np.asarray(exact.of_path(best)), strict=True):
         assert tokens == wanted[: len(tokens)].tolist()
 
