@@ -231,6 +231,7 @@ def _build(config: EngineConfig, hosts: Hosts, progress: bool) -> Built:
         mesh=str(parse_mesh(config.mesh)),
         model_family=model.family,
         num_parameters=loaded.num_parameters,
+        acceptance="exact" if runner_config.typical is None else "typical",
     )
     if progress:
         report = start_report(runner, loaded.model, loaded.params, loaded.kernels, info)

@@ -183,7 +183,8 @@ def _parser() -> _Parser:
                           help="queued sequences beyond which requests get 429")
     batching.add_argument("--speculative-config", type=SpeculativeConfig.parse, metavar="JSON",
                           help='drafts to verify, as {"method": "ngram", "num_speculative_tokens": 5}; '
-                          "docs/speculation.md lists methods and keys")
+                          "docs/speculation.md lists methods and keys. Outputs stay what they are, but with "
+                          '"rejection_sample_method": "typical", which changes their distribution')
     batching.add_argument("--check-integrity", action="store_true", help="check the KV books after every step (slow)")
 
     api = parser.add_argument_group("API")

@@ -37,6 +37,9 @@ def start_report(runner: ModelRunner, model: Transformer, params: Mapping[Path, 
         lines.append(f"Context: {info.max_model_len} tokens, of the {config.max_position} that the model could use")
     lines.append(f"Steps: up to {info.max_num_seqs} sequences and {info.max_num_batched_tokens} tokens{each}, "
                  f"{len(runner.shapes)} compiled shapes")
+    if info.acceptance == "typical":
+        lines.append("Acceptance of drafts: typical. The output does NOT follow the model's distribution; leave "
+                     "rejection_sample_method out of --speculative-config and it does")  # fmt: skip
     return lines
 
 

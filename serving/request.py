@@ -182,3 +182,5 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     mesh: str
     model_family: str
     num_parameters: int
+    # How drafts are accepted. "typical": the output does not follow the model's distribution.
+    acceptance: Literal["exact", "typical"] = "exact"
