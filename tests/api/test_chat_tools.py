@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 
 from serving.api.service import Service
+from serving.errors import ConfigError
+from serving.flags import parse_flags
 from tests.api.conftest import Serve, client_of
 from tests.api.fakes import SPECIAL, byte_tokenizer
 from tests.api.test_chat import HI, chat, prompt_of, stream
@@ -317,3 +319,13 @@ async def test_what_the_server_is_not_started_for(serve: Serve) -> None:
     assert param == "tools"
     param, message = await refused(serve(config={"chat_template": "{{ messages }}"}), reasoning_effort="low")
     assert param == "reasoning_effort"
+
+
+def test_flags() -> None:
+    flags = ["--enable-auto-tool-choice", "--tool-call-parser", "mistral", "--reasoning-parser", "qwen3"]
+    made = parse_flags(flags)
+    assert made.enable_auto_tool_choice and (made.tool_call_parser, made.reasoning_parser) == ("mistral", "qwen3")
+    for wrong, words in ((flags[:1], "need each other"), (flags[1:3], "need each other"),
+                         (["--tool-call-parser", "x"], "invalid choice: 'x'"), (["--reasoning-parser", "x"], "qwen3")):
+        with pytest.raises(ConfigError, match=words):
+            parse_flags(wrong)
