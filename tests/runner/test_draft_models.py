@@ -1,0 +1,160 @@
+"""Draft models and DeepSeek-V3's extra layer in the engine: what comes out has not changed, or not its distribution."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from scipy import stats
+
+from serving.errors import ConfigError
+from serving.llm import LLM, SamplingParams
+from tests.model.harness import GOLDENS, all_logits, batch, kv_pages, load
+from tests.model.speculators import write_with_mtp
+
+TARGET, OTHER = GOLDENS / "llama-gqa-tied", GOLDENS / "mistral-window"
+SIZES = dict(max_num_seqs=2, max_num_batched_tokens=16, num_pages=60, block_size=8, dtype="float32", max_model_len=128)
+GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+DRAWN = SamplingParams(temperature=1.0, seed=5, max_tokens=30, ignore_eos=True, top_p=0.95)
+PENALIZED = SamplingParams(temperature=0.8, seed=6, max_tokens=30, ignore_eos=True, repetition_penalty=1.2)
+RNG = np.random.default_rng(0)
+SHARED = RNG.integers(3, 128, 24).tolist()
+PROMPTS = [*([*SHARED, *RNG.integers(3, 128, n).tolist()] for n in (1, 9, 30)),
+           *(RNG.integers(3, 128, n).tolist() for n in (2, 40, 17))]  # fmt: skip
+
+
+def draft_model(path: Path, method: str = "coupled", drafts: int = 3) -> dict:
+    return {"method": "draft_model", "model": str(path), "num_speculative_tokens": drafts, "adaptive": False,
+            "draft_sample_method": method}  # fmt: skip
+
+
+@contextmanager
+def engine(tokenizer: str, speculative: dict | None, model: Path = TARGET, **options) -> Iterator[LLM]:
+    with LLM(str(model), tokenizer=tokenizer, progress=False, check_integrity=True, speculative_config=speculative,
+             **(SIZES | options)) as llm:  # fmt: skip
+        yield llm
+        assert llm.service.engine.stats.compile_misses == 0
+        assert llm.service.engine.stats.kv_cache_usage == 0
+
+
+def run(llm: LLM, *sampling: SamplingParams, prompts: Sequence[list[int]] = PROMPTS) -> list[list[int]]:
+    given = [sampling[i % len(sampling)] for i in range(len(prompts))]
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], given, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def all_accepted(llm: LLM) -> bool:
+    found = llm.service.engine.stats
+    return found.draft_tokens > 100 and found.accepted_tokens == found.draft_tokens
+
+
+@pytest.fixture(scope="module")
+def without(tokenizer: str) -> dict[str, list[list[int]]]:
+    with engine(tokenizer, None) as llm:
+        return {"plain": run(llm, GREEDY, DRAWN), "penalized": run(llm, GREEDY, DRAWN, PENALIZED)}
+
+
+def test_the_target_as_its_own_draft_model_is_always_right(tokenizer: str, without):
+    """In chunks beside decoding rows, and again where the prefix cache has both models' pages."""
+    with engine(tokenizer, draft_model(TARGET)) as llm:
+        assert run(llm, GREEDY, DRAWN) == without["plain"]
+        assert run(llm, GREEDY, DRAWN) == without["plain"]
+        assert all_accepted(llm)
+        assert run(llm, GREEDY, DRAWN, PENALIZED) == without["penalized"]
+
+
+@pytest.mark.slow
+def test_so_it_is_with_rejection_and_a_seed_does_not_depend_on_the_batch(tokenizer: str):
+    with engine(tokenizer, draft_model(TARGET, "probabilistic"), max_num_batched_tokens=64) as llm:
+        together = run(llm, DRAWN)
+        assert all_accepted(llm)
+        assert [run(llm, DRAWN, prompts=[prompt])[0] for prompt in PROMPTS[:3]] == together[:3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [
+    {}, dict(num_pages=22), dict(long_prefill_token_threshold=8), dict(mesh="tensor=2,data=2"),
+], ids=str)  # fmt: skip
+def test_another_model_changes_nothing(options: dict, tokenizer: str, without):
+    with engine(tokenizer, draft_model(OTHER), **options) as llm:
+        assert run(llm, GREEDY, DRAWN, PENALIZED) == without["penalized"]
+        assert run(llm, GREEDY, DRAWN) == without["plain"]
+        found = llm.service.engine.stats
+        assert 0 < found.accepted_tokens < found.draft_tokens / 4
+        assert found.num_preemptions > 0 or "num_pages" not in options
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, dict(num_pages=22), dict(mesh="tensor=2,data=2", enable_expert_parallel=True)],
+                         ids=str)  # fmt: skip
+def test_multi_token_prediction(options: dict, tokenizer: str, tmp_path: Path):
+    golden = np.load(GOLDENS / "deepseek-v3" / "golden.npz")
+    prompts = [golden[f"prompt_{i}"].tolist() for i in range(3)]
+    speculative = {"method": "mtp", "num_speculative_tokens": 2, "adaptive": False}
+    with engine(tokenizer, speculative, write_with_mtp(tmp_path / "mtp"), **(dict(max_model_len=64) | options)) as llm:
+        for _ in range(2):
+            outputs = run(llm, GREEDY, prompts=prompts)
+            assert [tokens[:16] for tokens in outputs] == [golden[f"greedy_{i}"].tolist() for i in range(3)]
+        assert llm.service.engine.stats.draft_tokens > 50
+
+
+SMALL, START = 8, [3, 5, 4]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target and a drafter of eight tokens."""
+    folder, rng = tmp_path_factory.mktemp("small"), np.random.default_rng(3)
+    config = json.loads((TARGET / "config.json").read_text()) | {"vocab_size": SMALL}
+    tensors = load_file(TARGET / "model.safetensors")
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:SMALL] * 0.4  # smaller logits
+    for name in ("target", "drafter"):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+        save_file(tensors, folder / name / "model.safetensors")
+        tensors = {key: x + 0.15 * rng.standard_normal(x.shape).astype(np.float32) for key, x in tensors.items()}
+    return folder / "target", folder / "drafter"
+
+
+def joint(target: Path) -> np.ndarray:
+    """Of the four tokens after START."""
+    model = load(target)
+    sequences = [[*START, *np.unravel_index(i, (SMALL,) * 3)] for i in range(SMALL**3)]
+    step = batch([(sequence, 0) for sequence in sequences], num_tokens=6 * len(sequences), num_rows=len(sequences),
+                 row_pages=1)  # fmt: skip
+    logits, _ = all_logits(model, kv_pages(model, num_pages=len(sequences) + 1), step)
+    p = np.asarray(jax.nn.softmax(logits)).reshape(SMALL, SMALL, SMALL, 6, SMALL)
+    return np.einsum("a,ab,abc,abcd->abcd", p[0, 0, 0, 2], p[:, 0, 0, 3], p[:, :, 0, 4], p[:, :, :, 5])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["probabilistic", "coupled", "greedy"])
+def test_draws_have_the_targets_distribution(method: str, small: tuple[Path, Path], tokenizer: str):
+    target, drafter = small
+    count, expected = 4000, joint(target)
+    with engine(tokenizer, draft_model(drafter, method), target, max_num_seqs=32, max_num_batched_tokens=128) as llm:
+        many = [SamplingParams(temperature=1.0, seed=seed, max_tokens=4, ignore_eos=True) for seed in range(count)]
+        tokens = np.array(run(llm, *many, prompts=[START] * count))
+        found = llm.service.engine.stats
+        assert 0.2 < found.accepted_tokens / found.draft_tokens < 0.9
+    for pair in ((0, 1), (1, 2), (2, 3), (1, 3)):
+        table = expected.sum(axis=tuple({0, 1, 2, 3} - {*pair})).ravel() * count
+        counts = np.bincount(tokens[:, pair[0]] * SMALL + tokens[:, pair[1]], minlength=SMALL**2)
+        often = table >= 5
+        table, counts = (np.append(x[often], x[~often].sum() + 1e-9) for x in (table, counts))
+        assert stats.chisquare(counts, table * counts.sum() / table.sum()).pvalue > 1e-3, pair
+
+
+def test_what_cannot_be_is_refused(tokenizer: str, small: tuple[Path, Path]):
+    for speculative, options, message in (
+        (draft_model(small[1]), {}, "8 tokens, the target 128; it must have the target's vocabulary"),
+        (draft_model(TARGET / "nothing"), {}, "nothing: no such file or folder"),
+        (draft_model(OTHER), dict(mesh="context=2"), "drafts on the device, which --mesh context=2 has no part for"),
+        ({"method": "mtp", "num_speculative_tokens": 2}, {}, "num_nextn_predict_layers"),
+    ):
+        with pytest.raises(ConfigError, match=message), engine(tokenizer, speculative, **options):
+            pass
