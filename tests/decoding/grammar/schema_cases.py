@@ -1,7 +1,11 @@
 """JSON schemas of every kind that requests bring, by what is hard about them."""
 
+import json
 from typing import Any
 
+import jsonschema
+
+FORMATS = jsonschema.FormatChecker(["ipv4", "email", "uuid"])
 STR, INT, NUM, BOOL = {"type": "string"}, {"type": "integer"}, {"type": "number"}, {"type": "boolean"}
 
 
@@ -101,3 +105,17 @@ SCHEMAS: dict[str, Any] = {
                                                "maxItems": 3},
                       address=obj(street=STR, city=STR, zip={"type": "string", "pattern": "^[0-9]{5}$"})),
 }  # fmt: skip
+
+
+def check(schema: Any, text: str) -> Any:
+    """The value, after it was parsed strictly and validated."""
+
+    def no_constant(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    value = json.loads(text, parse_constant=no_constant)
+    kind = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
+    if isinstance(schema, dict) and isinstance(schema.get("items"), list):
+        kind = jsonschema.Draft7Validator
+    kind(schema, format_checker=FORMATS).validate(value)
+    return value

@@ -1,33 +1,17 @@
 """Whatever is drawn from the masks of a JSON schema parses and follows the schema."""
 
-import json
 import random
 
-import jsonschema
 import pytest
 
-from tests.decoding.grammar.schema_cases import SCHEMAS
+from tests.decoding.grammar.schema_cases import SCHEMAS, check
 from tests.decoding.grammar.toy import Grammars, toy_tokenizer
 from tests.decoding.grammar.walk import random_output
-
-FORMATS = jsonschema.FormatChecker(["ipv4", "email", "uuid"])
 
 
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
     return Grammars(toy_tokenizer())
-
-
-def check(schema: object, text: str) -> object:
-    def no_constant(name: str) -> None:
-        raise AssertionError(f"{name} is not JSON")
-
-    value = json.loads(text, parse_constant=no_constant)
-    kind = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
-    if isinstance(schema, dict) and isinstance(schema.get("items"), list):
-        kind = jsonschema.Draft7Validator
-    kind(schema, format_checker=FORMATS).validate(value)
-    return value
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
