@@ -4,19 +4,21 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
+from serving.decoding.grammar.build import source_of
 from serving.decoding.output_parser import OutputParser, WithoutMarks
 from serving.decoding.reasoning.base import ReasoningParser
 from serving.decoding.reasoning.harmony import HarmonyParser
 from serving.decoding.reasoning.registry import REASONING_PARSERS
 from serving.decoding.stream_parser import StreamParser
-from serving.decoding.tools.base import Tool, ToolParser
+from serving.decoding.tools.base import Tool, ToolParser, arguments_schema
+from serving.decoding.tools.beside_answer import answer_or_calls
 from serving.decoding.tools.constrained import (
     NamedToolParser,
     RequiredToolParser,
-    arguments_schema,
     required_schema,
 )
 from serving.decoding.tools.registry import TOOL_PARSERS
+from serving.errors import InvalidRequest
 from serving.request import StructuredOutputs
 
 Calls = Literal["none", "auto", "required", "named"]
@@ -41,13 +43,21 @@ class OutputFormat:
         """What the text has to show even if it is a special token."""
         return frozenset(marker for parser in self._parsers("") for marker in parser.markers)
 
-    @property
-    def structured_outputs(self) -> StructuredOutputs | None:
+    def structured_outputs(self, answer: StructuredOutputs | None,
+                           special: Collection[str]) -> StructuredOutputs | None:
+        """What the output has to be; `answer`: what it has to be if it calls nothing. special: the model's special
+        tokens. Raises InvalidRequest where there can be no such answer."""
+        if answer is not None and self.calls != "none":
+            tools = self._calls()
+            if self.calls != "auto" or tools is None:
+                raise InvalidRequest(f"tool_choice forces calls, which {source_of(answer)} rules out: it must be "
+                                     '"none" or "auto"', "tool_choice")
+            return answer_or_calls(answer, tools, special)
         if self.calls == "named":
             return StructuredOutputs(json=arguments_schema(self.tools[0]), source="tools")
         if self.calls == "required":
             return StructuredOutputs(json=required_schema(self.tools, self.parallel_tool_calls), source="tools")
-        return None
+        return answer
 
     def parser(self, prompt: str = "", hidden: Collection[str] = ()) -> OutputParser:
         """prompt: its end, as text with special tokens. hidden: the markers that may not come out as content."""

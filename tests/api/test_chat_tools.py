@@ -266,6 +266,15 @@ async def test_forced_calls_follow_reasoning(serve: Serve) -> None:
     assert "</think>" not in service.engine.seen[-1].grammar
 
 
+async def test_an_answer_of_a_form_or_calls(serve: Serve) -> None:
+    service = serve(PARIS, config=config())
+    [answer] = (await chat(service, tools=TOOLS, response_format={"type": "json_object"}))["choices"]
+    assert calls_of(answer["message"]) == CALLS[:1]
+    assert "<tool_call>" in service.engine.seen[-1].grammar
+    await chat(service, tools=TOOLS, tool_choice="none", response_format={"type": "json_object"})
+    assert "<tool_call>" not in service.engine.seen[-1].grammar != ""
+
+
 async def test_forced_calls_need_no_template(serve: Serve) -> None:
     """The grammar has the schema; the messages may say the rest."""
     service = serve('{"city": "Paris"}')
@@ -296,7 +305,6 @@ def function(**fields: Any) -> list[dict[str, Any]]:
      "response_format"),
     ({"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "tool_choice",
      "structured_outputs"),
-    ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "tool_choice", "response_format"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]},
      "messages[0].tool_calls[0].function.name", "missing"),
     ({"reasoning_effort": "huge"}, "reasoning_effort", "'low'"),

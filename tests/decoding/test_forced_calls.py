@@ -8,9 +8,13 @@ from serving.decoding.grammar.compiler import Compiler
 from serving.decoding.grammar.tokens import vocabulary
 from serving.decoding.output_format import OutputFormat
 from serving.decoding.tools.base import Tool
+from serving.errors import InvalidRequest
+from serving.request import StructuredOutputs
+from serving.tokenizer.tokenizer import Tokenizer
 from tests.api.fakes import SPECIAL, VOCAB_SIZE, byte_tokenizer
 
-MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
+MARKS = ("[TOOL_CALLS]", "[ARGS]", "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>",
+         "<|return|>")  # fmt: skip
 ADD = Tool("add", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"],
                    "additionalProperties": False})  # fmt: skip
 ANY = Tool("any")
@@ -52,11 +56,56 @@ def compiler():
 ])  # fmt: skip
 def test_what_fits(compiler, how: OutputFormat, prompt: str, text: str, fits: bool) -> None:
     compiler, tokenizer = compiler
-    assert how.structured_outputs is not None
-    grammar = grammar_of(how.structured_outputs, tokenizer.special_token_ids, after=how.free(prompt))
+    outputs = how.structured_outputs(None, tokenizer.special_token_ids)
+    assert outputs is not None
+    check(compiler, tokenizer, grammar_of(outputs, tokenizer.special_token_ids, after=how.free(prompt)), text, fits)
+
+
+def check(compiler: Compiler, tokenizer: Tokenizer, grammar: str, text: str, fits: bool) -> None:
     ids = np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)
     out = np.zeros((len(ids) + 1, -(-VOCAB_SIZE // 32)), np.int32)
     valid = compiler.compile(grammar).result().masks(ids, np.arange(-1, len(ids) - 1), out)
     assert valid.all() == fits
     eos = tokenizer.eos_ids[0]
     assert not fits or out[-1, eos // 32] >> (eos % 32) & 1
+
+
+ANSWER = StructuredOutputs(json={"type": "object", "properties": {"name": {"const": "Bob"}}, "required": ["name"],
+                                 "additionalProperties": False}, source="response_format")  # fmt: skip
+
+
+@pytest.mark.parametrize("parser, answer, text, fits", [
+    ("hermes", ANSWER, '{"name": "Bob"}', True),
+    ("hermes", ANSWER, '<tool_call>{"name": "add", "arguments": {}}</tool_call> and more', True),
+    ("hermes", ANSWER, "Hello", False),
+    ("mistral", ANSWER, '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]any[ARGS]{}', True),
+    ("mistral", ANSWER, '{"name": "Bob"}', True),
+    ("mistral", ANSWER, "Hello[TOOL_CALLS]", False),
+    ("llama3_json", ANSWER, '{"name": "add", "parameters": {"a": 1}}', True),
+    ("llama3_json", ANSWER, '{"name": "Bob"}', True),
+    ("llama3_json", ANSWER, '{"name": "Tom"}', False),
+    ("pythonic", ANSWER, "[add(a=1)]", True),
+    ("pythonic", ANSWER, "[1]", False),
+    ("qwen3_coder", ANSWER, "<function=add>\n</function>", True),
+    ("hermes", StructuredOutputs(json_object=True), '{"a": 1}', True),
+    ("hermes", StructuredOutputs(json='{"type": "object"}'), "<tool_call>", True),
+    # The client's own affair.
+    ("hermes", StructuredOutputs(regex="[0-9]+"), "42", True),
+    ("hermes", StructuredOutputs(regex="[0-9]+"), "<tool_call>", False),
+])  # fmt: skip
+def test_an_answer_of_a_form_or_calls(compiler, parser: str, answer: StructuredOutputs, text: str, fits: bool) -> None:
+    compiler, tokenizer = compiler
+    how = OutputFormat(calls="auto", tool_parser=parser, tools=(ADD, ANY))
+    outputs = how.structured_outputs(answer, tokenizer.special_token_ids)
+    assert outputs is not None
+    check(compiler, tokenizer, grammar_of(outputs, tokenizer.special_token_ids), text, fits)
+
+
+def test_no_form_beside_forced_calls() -> None:
+    for how in (form("named", ADD), form("required", ADD)):
+        with pytest.raises(InvalidRequest, match="tool_choice forces calls, which response_format rules out"):
+            how.structured_outputs(ANSWER, ())
+    for parser, answer in (("openai", ANSWER), ("hermes", StructuredOutputs(json={"type": "array"}))):
+        with pytest.raises(InvalidRequest, match='beside tools must be .* unless tool_choice is "none"'):
+            OutputFormat(calls="auto", tool_parser=parser, tools=(ADD,)).structured_outputs(answer, ())
+    assert OutputFormat(tools=(ADD,)).structured_outputs(ANSWER, ()) == ANSWER

@@ -38,7 +38,6 @@ from serving.api.http.sending import (
 from serving.api.service import Service
 from serving.decoding.output_parser import OutputParser
 from serving.decoding.parts import Message
-from serving.errors import InvalidRequest
 from serving.request import EngineRequest
 from serving.validation import to_engine_requests
 
@@ -72,12 +71,8 @@ async def prepare(service: Service, body: ChatCompletionRequest, default_max_tok
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )
-    if form.calls != "none" and sampling.structured_outputs is not None:
-        field = "response_format" if body.response_format else "structured_outputs"
-        raise InvalidRequest(f'tool_choice lets the model call tools, which {field} rules out: with {field} it must be '
-                             '"none"', "tool_choice")
-    if (forced := form.structured_outputs) is not None:
-        sampling = msgspec.structs.replace(sampling, structured_outputs=forced)
+    outputs = form.structured_outputs(sampling.structured_outputs, service.tokenizer.special_token_ids)
+    sampling = msgspec.structs.replace(sampling, structured_outputs=outputs)
     prompt = prompt_tail(service.tokenizer, ids)
     requests = to_engine_requests(
         ids, sampling, service.limits, service.tokenizer,

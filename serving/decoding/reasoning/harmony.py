@@ -9,6 +9,7 @@ The first message's `<|start|>assistant` is the end of the prompt. Commentary to
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from serving.decoding.text_source import Reading, Sink
 from serving.decoding.tools.base import Tool, ToolParser
@@ -31,6 +32,9 @@ class HarmonyParser(ToolParser):
         self._takes_calls = takes_calls
         self.in_reasoning = True
         self._reasoned = self._said = False
+
+    def call_forms(self, special: Sequence[str]) -> list[dict[str, Any]]:
+        return []  # they would have to be told from the answer's channel before the grammar begins
 
     def run(self) -> Reading[None]:
         source = self.source

@@ -27,6 +27,20 @@ class Tool:
     parameters: dict[str, Any] = field(default_factory=dict)  # JSON schema of its arguments
 
 
+def arguments_schema(tool: Tool) -> dict[str, Any]:
+    return tool.parameters or {"type": "object", "properties": {}}
+
+
+def call_schema(tool: Tool) -> dict[str, Any]:
+    """Of a call as an object."""
+    return {
+        "type": "object",
+        "properties": {"name": {"const": tool.name}, "parameters": arguments_schema(tool)},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
+
+
 class ToolParser(StreamParser):
     """White space between calls and the ends of the content is the format's and is dropped; all other text around calls
     is content.
@@ -41,6 +55,11 @@ class ToolParser(StreamParser):
         self.has_arguments = False  # the call that began last
         self._space = ""  # of the content, unless a call follows or nothing does
         self._said = self._after_call = False
+
+    def call_forms(self, special: Sequence[str]) -> list[dict[str, Any]]:
+        """Outputs that are calls, loosely, as formats of structural tags. special: the markers that are special tokens.
+        None: not to be told so."""
+        return [beginning(self.markers[0], special)]
 
     def make_id(self) -> str:
         return f"call_{uuid.uuid4().hex[:24]}"
@@ -159,6 +178,15 @@ class ToolParser(StreamParser):
             yield from source.space()
             if not (yield from source.accept(",")):
                 return (yield from source.accept("]"))
+
+
+def beginning(start: str, special: Sequence[str]) -> dict[str, Any]:
+    """Any text after `start`, with special tokens in it."""
+    rest: dict[str, Any] = {"type": "any_text"}
+    if special:
+        tags = [{"type": "tag", "begin": mark, "content": rest, "end": ""} for mark in special]
+        rest = {"type": "triggered_tags", "triggers": list(special), "tags": tags}
+    return {"type": "sequence", "elements": [{"type": "const_string", "value": start}, rest]}
 
 
 def _drop(_: str) -> None:

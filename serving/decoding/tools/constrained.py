@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from serving.decoding.text_source import Reading
-from serving.decoding.tools.base import Tool, ToolParser
+from serving.decoding.tools.base import Tool, ToolParser, call_schema
 
 
 class RequiredToolParser(ToolParser):
@@ -29,20 +29,7 @@ class NamedToolParser(ToolParser):
             yield from self.source.rest(self.arguments)
 
 
-def arguments_schema(tool: Tool) -> dict[str, Any]:
-    return tool.parameters or {"type": "object", "properties": {}}
-
-
 def required_schema(tools: Sequence[Tool], parallel: bool) -> dict[str, Any]:
     """JSON schema of the list of calls."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": tool.name}, "parameters": arguments_schema(tool)},
-            "required": ["name", "parameters"],
-            "additionalProperties": False,
-        }
-        for tool in tools
-    ]
-    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": [call_schema(tool) for tool in tools]}}
     return schema if parallel else schema | {"maxItems": 1}

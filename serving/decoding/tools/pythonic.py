@@ -7,10 +7,11 @@ Any answer may hold brackets, so it is a call only with the name of a tool. A ca
 import ast
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from serving.decoding.text_source import Reading, whole_characters
-from serving.decoding.tools.base import ToolParser
+from serving.decoding.tools.base import ToolParser, beginning
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
 _NAME = re.compile(r"[\w.-]*")
@@ -23,6 +24,9 @@ _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 class PythonicToolParser(ToolParser):
     markers = (BEGIN, END)
+
+    def call_forms(self, special: Sequence[str]) -> list[dict[str, Any]]:
+        return [beginning(start, special) for start in (BEGIN, *(f"[{name}(" for name in self.tools))]
 
     def run(self) -> Reading[None]:
         source = self.source

@@ -6,10 +6,11 @@
 import ast
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from serving.decoding.text_source import Reading, whole_characters
-from serving.decoding.tools.base import ToolParser
+from serving.decoding.tools.base import ToolParser, beginning
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 FUNCTION, PARAMETER = "<function=", "<parameter="
@@ -22,6 +23,9 @@ _PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
 
 class Qwen3CoderToolParser(ToolParser):
     markers = (BEGIN, END)
+
+    def call_forms(self, special: Sequence[str]) -> list[dict[str, Any]]:
+        return [beginning(start, special) for start in (BEGIN, FUNCTION)]
 
     def run(self) -> Reading[None]:
         source = self.source
