@@ -12,6 +12,7 @@ from model.config import ModelConfig
 from model.speculative.eagle import Eagle1, Eagle3, EagleNetwork
 from model.speculative.eagle_checkpoint import (
     FROZEN,
+    Eagle3Config,
     check_vocabulary,
     eagle1_sources,
     eagle3_sources,
@@ -31,13 +32,18 @@ DEPTH = 6  # levels of a dynamic tree, as in EAGLE-2's paper
 
 def load_eagle(config: SpeculativeConfig, around: Surroundings) -> EagleDrafter:
     """Raises ConfigError."""
-    tree = tree_of(config)
     with open_drafter(config) as (checkpoint, source):
         load = _load_eagle1 if config.method == "eagle" else _load_eagle3
         network, kernels, num_tokens = load(checkpoint.config, source, around)
-        _check_width(tree, num_tokens)
-        spares = around.spare_pages(num_guesses(tree, config.most))
-        return EagleDrafter(network, kernels, spares, max_drafts=config.most, tree=tree)
+        _check_width(tree_of(config), num_tokens)
+        return drafter_of(network, kernels, config, around)
+
+
+def drafter_of(network: EagleNetwork, kernels: Kernels, config: SpeculativeConfig, around: Surroundings
+               ) -> EagleDrafter:  # fmt: skip
+    tree = tree_of(config)
+    spares = around.spare_pages(num_guesses(tree, config.most))
+    return EagleDrafter(network, kernels, spares, max_drafts=config.most, tree=tree)
 
 
 def tree_of(config: SpeculativeConfig) -> Tree | None:
@@ -77,16 +83,21 @@ def _load_eagle3(hf: Mapping[str, Any], source: TensorSource, around: Surroundin
     if not has_embedding and config.model.hidden_size != config.target_hidden:
         raise ValueError(f"the head has hidden_size={config.model.hidden_size} and no embed_tokens.weight, and the "
                          f"target's embeddings have {config.target_hidden} numbers")  # fmt: skip
+    network, kernels = make_eagle3(config, around, has_offsets="d2t" in names, has_embedding=has_embedding)
+    network = load_weights(network, network.rules, source, eagle3_sources(param_axes(network), names), ignore=("t2d",),
+                           progress=around.progress)  # fmt: skip
+    return network, kernels, config.draft_vocab
+
+
+def make_eagle3(config: Eagle3Config, around: Surroundings, *, has_offsets: bool, has_embedding: bool) -> Any:
+    """(the network with shapes instead of arrays, its kernels)"""
     rules, kernels, attend = _kernels(config.model, around)
     make = partial(
         Eagle3, config.model, rules, attend, taps=config.taps, target_hidden=config.target_hidden,
-        draft_vocab=config.draft_vocab, has_offsets="d2t" in names, has_embedding=has_embedding,
+        draft_vocab=config.draft_vocab, has_offsets=has_offsets, has_embedding=has_embedding,
         normed_residual=config.normed_residual, dtype=around.dtype,
     )  # fmt: skip
-    network = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
-    sources = eagle3_sources(param_axes(network), names)
-    network = load_weights(network, rules, source, sources, ignore=("t2d",), progress=around.progress)
-    return network, kernels, config.draft_vocab
+    return nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))), kernels
 
 
 def _kernels(model: ModelConfig, around: Surroundings):

@@ -1,0 +1,106 @@
+"""EAGLE in the engine: chains and trees of heads that guess well and of heads that guess anything, and nothing of what
+comes out changes."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.runner.drafting import TARGET, D, V, check_distribution, engine, run, tiny, tokens, write
+
+HF = json.loads((TARGET / "config.json").read_text())
+KNOWN = np.arange(1, V, 2)  # tokens that EAGLE-3's head has
+TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [0, 0, 0, 0]]
+
+
+def layer(prefix: str, num_inputs: int, rng: np.random.Generator, size: float) -> dict[str, np.ndarray]:
+    """What it adds is of this size: 0.0 leaves what it is added to."""
+    N, K, H, F = HF["num_attention_heads"], HF["num_key_value_heads"], HF["head_dim"], HF["intermediate_size"]
+    shapes = {"q": (N * H, num_inputs), "k": (K * H, num_inputs), "v": (K * H, num_inputs), "o": (D, N * H)}
+    mlp = {"gate": (F, D), "up": (F, D), "down": (D, F)}
+    every = {**{f"self_attn.{x}_proj": s for x, s in shapes.items()}, **{f"mlp.{x}_proj": s for x, s in mlp.items()}}
+    found = {f"{prefix}.{name}.weight": rng.normal(size=s, scale=size) for name, s in every.items()}
+    return found | {f"{prefix}.post_attention_layernorm.weight": np.ones(D)}
+
+
+def write_head(folder: Path, method: str, size: float, target: Mapping[str, np.ndarray], known: np.ndarray) -> str:
+    """The head guesses with what the target said last, disturbed: a model that repeats itself is guessed at times."""
+    rng, vocab = np.random.default_rng(1), len(target["model.embed_tokens.weight"])
+    config, own = HF | {"num_hidden_layers": 1, "vocab_size": vocab}, np.zeros((D, D))
+    embedding = target["model.embed_tokens.weight"]
+    if method == "eagle":
+        tensors = {"fc.weight": np.concatenate([own, np.eye(D)], 1), **layer("layers.0", D, rng, size)}
+    else:
+        tensors = {"fc.weight": np.concatenate([own, own, np.eye(D)], 1), **layer("midlayer", 2 * D, rng, size),
+                   "midlayer.input_layernorm.weight": np.ones(D), "midlayer.hidden_norm.weight": np.ones(D),
+                   "norm.weight": target["model.norm.weight"], "lm_head.weight": embedding[known],
+                   "d2t": known - np.arange(len(known)), "t2d": np.isin(np.arange(vocab), known)}  # fmt: skip
+        config |= {"draft_vocab_size": len(known), "eagle_aux_hidden_state_layer_ids": [0, 1, HF["num_hidden_layers"]]}
+    return write(folder, config, {name: x.astype(np.float32) if x.dtype == float else x for name, x in tensors.items()})
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder, target = tmp_path_factory.mktemp("heads"), load_file(TARGET / "model.safetensors")
+    return {
+        "eagle": write_head(folder / "eagle", "eagle", 0.02, target, KNOWN),
+        "eagle3": write_head(folder / "eagle3", "eagle3", 0.02, target, KNOWN),
+        "random": write_head(folder / "random", "eagle3", 2.0, target, KNOWN),
+    }
+
+
+CONFIGS = {
+    "eagle chain": dict(method="eagle", num_speculative_tokens=3),
+    "eagle tree": dict(method="eagle", speculative_token_tree=TREE),
+    "eagle3 chain": dict(method="eagle3", num_speculative_tokens=4),
+    "eagle3 tree": dict(method="eagle3", num_speculative_tokens=7, eagle_topk=3, eagle_num_steps=3),
+    "random tree": dict(method="eagle3", num_speculative_tokens=7, eagle_topk=3, eagle_num_steps=3),
+}
+
+
+def config(kind: str, heads: Mapping[str, str]) -> dict:
+    name = "random" if "random" in kind else CONFIGS[kind]["method"]
+    return {**CONFIGS[kind], "model": heads[name], "adaptive": False}
+
+
+@pytest.fixture(scope="module")
+def without(tokenizer: str) -> list[list[int]]:
+    with engine(tokenizer, None) as llm:
+        return tokens(run(llm))
+
+
+@pytest.mark.parametrize("kind", ["eagle3 tree", *(pytest.param(kind, marks=pytest.mark.slow)
+                                                   for kind in CONFIGS if kind != "eagle3 tree")])  # fmt: skip
+def test_nothing_changes(kind: str, heads: Mapping[str, str], tokenizer: str, without: list[list[int]]):
+    with engine(tokenizer, config(kind, heads)) as llm:
+        assert tokens(run(llm)) == without
+        again = run(llm)
+        assert tokens(again) == without and any(output.num_cached_tokens for output in again)
+        stats = llm.service.engine.stats
+        assert stats.draft_tokens > 100 and (kind == "random tree" or stats.accepted_tokens > 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, options", [
+    ("eagle3 tree", dict(mesh="tensor=2,data=2")), ("eagle chain", dict(mesh="tensor=2,data=2")),
+    ("eagle3 tree", dict(num_pages=22)), ("eagle3 chain", dict(num_pages=22)),
+    ("eagle3 tree", dict(long_prefill_token_threshold=8)),
+])  # fmt: skip
+def test_nor_in_chunks_in_a_tiny_pool_or_on_a_mesh(kind: str, options: dict, heads: Mapping[str, str],
+                                                   tokenizer: str, without: list[list[int]]):  # fmt: skip
+    with engine(tokenizer, config(kind, heads), **options) as llm:
+        assert tokens(run(llm)) == without
+        if "num_pages" in options:
+            assert llm.service.engine.stats.num_preemptions > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, vocab", [("eagle3 tree", 8), ("eagle chain", 3)])
+def test_the_distribution_is_the_targets(kind: str, vocab: int, tokenizer: str, tmp_path: Path):
+    target = tiny(tmp_path / "target", vocab)
+    known = np.arange(vocab)[1:]
+    head = write_head(tmp_path / "head", CONFIGS[kind]["method"], 0.02, load_file(target / "model.safetensors"), known)
+    check_distribution({**CONFIGS[kind], "model": head, "adaptive": False}, target, vocab, tokenizer)
