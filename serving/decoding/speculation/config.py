@@ -32,7 +32,7 @@ METHODS_OF: dict[str, tuple[Method, ...]] = {
     "rejection_sample_method": ("medusa",),
     "posterior_threshold": ("medusa",),
     "posterior_alpha": ("medusa",),
-    "speculative_token_tree": ("medusa", "eagle"),
+    "speculative_token_tree": ("medusa", "eagle", "eagle3"),
     "eagle_topk": ("eagle", "eagle3"),
     "eagle_num_steps": ("eagle", "eagle3"),
 }
@@ -70,7 +70,7 @@ class SpeculativeConfig:
 
     speculative_token_tree: TokenTree | None = None  # static
     eagle_topk: int = 1  # more: a dynamic tree, so many children of a token
-    eagle_num_steps: int | None = None  # its depth; None: as much as fits
+    eagle_num_steps: int | None = None  # its depth; None: 6, or as many as there are drafts
 
     def __post_init__(self) -> None:
         for field in fields(self):
