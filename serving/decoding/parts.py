@@ -1,7 +1,8 @@
 """What a model's output is made of, once parsed: pieces of reasoning, of content and of tool calls, in their order."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +31,35 @@ Part = ReasoningDelta | ContentDelta | ToolCallDelta
 
 def join(parts: Iterable[Part]) -> list[Part]:
     """The same news in as few parts as possible, none of them empty."""
-    joined: list[Part] = []
-    for part in parts:
-        last = joined[-1] if joined else None
-        if isinstance(part, ToolCallDelta):
-            if part.name is None and isinstance(last, ToolCallDelta) and last.index == part.index:
-                joined[-1] = ToolCallDelta(part.index, last.arguments + part.arguments, last.id, last.name)
-            elif part.name is not None or part.arguments:
-                joined.append(part)
-        elif not part.text:
-            continue
-        elif isinstance(part, ContentDelta) and isinstance(last, ContentDelta):
-            joined[-1] = ContentDelta(last.text + part.text)
-        elif isinstance(part, ReasoningDelta) and isinstance(last, ReasoningDelta):
-            joined[-1] = ReasoningDelta(last.text + part.text)
-        else:
-            joined.append(part)
-    return joined
+    told = [part for part in parts if _says_something(part)]
+    return told if len(told) < 2 else [_one(list(run)) for _, run in groupby(told, _Kind())]
+
+
+def _says_something(part: Part) -> bool:
+    return bool(part.arguments or part.name) if isinstance(part, ToolCallDelta) else bool(part.text)
+
+
+class _Kind:
+    """Parts that go on from one another have the same key: the number of the run."""
+
+    def __init__(self) -> None:
+        self._last: tuple[type[Part], int] | None = None
+        self._run = 0
+
+    def __call__(self, part: Part) -> int:
+        is_call = isinstance(part, ToolCallDelta)
+        kind = (type(part), part.index if is_call else 0)
+        self._run += kind != self._last or (is_call and part.name is not None)
+        self._last = kind
+        return self._run
+
+
+def _one(run: list[Part]) -> Part:
+    first = run[0]
+    if len(run) == 1:
+        return first
+    text = "".join(part.arguments if isinstance(part, ToolCallDelta) else part.text for part in run)
+    return replace(first, arguments=text) if isinstance(first, ToolCallDelta) else replace(first, text=text)
 
 
 @dataclass(slots=True)
