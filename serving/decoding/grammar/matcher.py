@@ -36,7 +36,9 @@ class GrammarMatcher:
         if self._is_at_end():
             return [self._vocabulary.eos_ids[0]]
         if self._fast_forward and (tokens := self._matcher.compute_ff_tokens()):
-            return tokens[: self._matcher.validate_tokens(tokens)]
+            tokens = tokens[: self._matcher.validate_tokens(tokens)]
+            unknown = (i for i, token in enumerate(tokens) if token >= self._vocabulary.size)  # to a model of fewer tokens
+            return tokens[: next(unknown, len(tokens))]
         if self._matcher.is_accepting() and not (self._row() & ~self._vocabulary.eos_row).any():
             return [self._vocabulary.eos_ids[0]]
         return []
