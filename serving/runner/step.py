@@ -196,10 +196,10 @@ def _publish_drafts(rules: AxisRules, drafts: Drafts, drawn_from: Array | None, 
             return published, ()
         return published, drawn_from.at[slots, : probabilities.shape[1]].set(probabilities)
 
+    out_axes, out_shape = ((), ()) if drawn_from is None else (_DRAWN_FROM, drawn_from.shape)
     published, by_slot = rules.map_over_shards(
         local, (drafts.tokens, drafts.parents, drafts.probabilities, drawn_from, slots),
-        (("rows",), ("rows",), ("rows", None, "vocab"), _DRAWN_FROM, ("rows",)), ((), _DRAWN_FROM),
-        ((), () if drawn_from is None else drawn_from.shape),
+        (("rows",), ("rows",), ("rows", None, "vocab"), _DRAWN_FROM, ("rows",)), ((), out_axes), ((), out_shape),
     )  # fmt: skip
     return published, None if drawn_from is None else by_slot
 
