@@ -93,7 +93,7 @@ def shaped_logits(
 ) -> Float[Array, "R v"]:  # fmt: skip
     """After biases, penalties and the grammar's mask. rows: at positions."""
     num_sampled = positions.token.shape[1]
-    shaped = lax.cond(flags.biased, lambda x: x + state.bias[rows.slot], lambda x: x, logits)
+    shaped = lax.cond(flags.biased, lambda x: x + _lines(state.bias, rows, num_sampled), lambda x: x, logits)
     shaped = lax.cond(flags.penalized, lambda x: _penalize(x, rows, positions, state, vocabulary), lambda x: x, shaped)
     return lax.cond(flags.masked, lambda x: _mask(x, rows, num_sampled, state, vocabulary), lambda x: x, shaped)
 
@@ -147,17 +147,23 @@ def count_tokens(
 def _penalize(logits, rows: SamplingRows, positions: Positions, state: SamplingState, vocabulary: Vocabulary):
     """Repetition (Keskar et al. 2019: divides positive logits, multiplies negative ones), frequency and presence. The
     drafts before a position count, as they would had they been sampled."""
-    counts = state.output_counts[rows.slot]
+    num_sampled = positions.token.shape[1]
+    counts = _lines(state.output_counts, rows, num_sampled)
     if positions.drafts.shape[1]:
         before = positions.ancestors.reshape(len(logits), -1)
-        drafts = jnp.repeat(positions.drafts, positions.token.shape[1], axis=0)  # [R, K]
+        drafts = jnp.repeat(positions.drafts, num_sampled, axis=0)  # [R, K]
         place, mine = vocabulary.here(drafts)
         counts = counts.at[jnp.arange(len(logits))[:, None], place].add((before & mine).astype(counts.dtype))
-    seen = state.prompt_seen[rows.slot] | (counts > 0)
+    seen = _lines(state.prompt_seen, rows, num_sampled) | (counts > 0)
     repetition = rows.repetition_penalty[:, None]
     logits = jnp.where(seen, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
     logits -= rows.frequency_penalty[:, None] * counts
     return logits - rows.presence_penalty[:, None] * (counts > 0)
+
+
+def _lines(of_slots: Array, rows: SamplingRows, num_sampled: int) -> Array:
+    """[U, v] to [R, v]. Each row's is gathered once: for a gather of R lines XLA for TPUs has not enough VMEM."""
+    return jnp.repeat(of_slots[rows.slot[::num_sampled]], num_sampled, axis=0)
 
 
 def _mask(logits, rows: SamplingRows, num_sampled: int, state: SamplingState, vocabulary: Vocabulary):

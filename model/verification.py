@@ -153,6 +153,6 @@ def following_tokens(
 
 def allowed_tokens(words: Int[Array, "S W"], first: jax.Array | int, size: int) -> Bool[Array, "S v"]:
     """Whether each of `size` tokens from `first` on is allowed: bit i % 32 of word i // 32."""
-    token = first + jnp.arange(size, dtype=jnp.int32)
-    picked = jnp.take(words, token // 32, axis=1)
-    return (picked >> (token % 32)) & 1 == 1
+    # Not by picking each token's word: XLA for TPUs wants more of its VMEM for such a gather than there is.
+    bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1 == 1
+    return lax.dynamic_slice_in_dim(bits.reshape(len(words), -1), first, size, axis=1)

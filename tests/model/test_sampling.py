@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.sampling import BANNED, SamplingState, target_logprobs, race
+from model.sampling import BANNED, SamplingState, race, target_logprobs
 from model.vocabulary import Vocabulary
 from tests.model.sampling_cases import ALL, NUM_LOGPROBS, VOCAB, WHOLE, flags, logits_of, rows, run, state
 
@@ -158,8 +158,9 @@ def test_penalties_by_definition():
     touched = seen | (counts > 0)
     want = np.where(touched, np.where(logits[0] > 0, logits[0] / 1.7, logits[0] * 1.7), logits[0])
     want = want - 0.4 * counts - 0.9 * (counts > 0)
-    start = SamplingState(jnp.zeros((4, VOCAB)), jnp.zeros((4, VOCAB), bool).at[2].set(seen),
-                          jnp.zeros((4, VOCAB), jnp.int32).at[2].set(counts))  # fmt: skip
+    empty = state(4)
+    start = empty._replace(prompt_seen=empty.prompt_seen.at[2].set(seen),
+                           output_counts=empty.output_counts.at[2].set(counts))  # fmt: skip
     token, _, after = run(logits, rows(options | {"temperature": 0.0, "slot": 2}), ALL, start)
     assert int(token[0]) == want.argmax()
     assert int(after.output_counts[2, int(token[0])]) == counts[int(token[0])] + 1
