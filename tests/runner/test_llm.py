@@ -8,6 +8,8 @@ import pytest
 from serving.config import EngineConfig
 from serving.errors import EngineDead, InvalidRequest
 from serving.llm import LLM, SamplingParams
+from serving.request import StructuredOutputs
+from tests.decoding.grammar.schema_cases import SCHEMAS, check
 from tests.runner.test_greedy_goldens import SIZES
 
 pytestmark = [pytest.mark.slow, pytest.mark.optimized]
@@ -119,3 +121,18 @@ def test_a_closed_llm_says_so():
     llm.close()
     with pytest.raises(EngineDead, match="closed"):
         llm.generate(PROMPT, use_tqdm=False)
+
+
+def test_every_kind_of_schema_is_kept_to(llm: LLM):
+    """By all that ends: some models repeat themselves for ever where the schema lets them, say in a number's digits."""
+    jobs = [(name, temperature) for name in SCHEMAS for temperature in (0.0, 1.0)]
+    each = [SamplingParams(temperature=temperature, seed=1, max_tokens=60,
+                           structured_outputs=StructuredOutputs(json=SCHEMAS[name])) for name, temperature in jobs]
+    prompts = [f"An example of JSON: {name}\n\n" for name, _ in jobs]
+    outputs = [output.outputs[0] for output in llm.generate(prompts, each, use_tqdm=False)]
+    ended = 0
+    for (name, _), output in zip(jobs, outputs, strict=True):
+        if output.finish_reason == "stop":
+            check(SCHEMAS[name], output.text)
+            ended += 1
+    assert ended > 0.7 * len(jobs)
