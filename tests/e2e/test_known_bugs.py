@@ -194,6 +194,23 @@ def test_extreme_penalties_act(server: Server):
     assert len(set(negative)) <= len(set(plain))
 
 
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_a_small_schema_ends_before_min_tokens(server: Server, logprobs: int | None):
+    """min_tokens 64 bans what alone may follow the JSON: the grammar's end wins."""
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
+              "additionalProperties": False}  # fmt: skip
+    choice = server.complete(STORY, min_tokens=64, max_tokens=80, logprobs=logprobs,
+                             structured_outputs={"json": schema})
+    assert choice["text"] in ('{"a": true}', '{"a": false}') and choice["finish_reason"] == "stop"
+
+
+def test_lengths_in_a_schema_count_code_points(server: Server):
+    """"\\uD83D\\uDE00" is one character of maxLength 1, though two code units and four bytes."""
+    schema = {"type": "string", "minLength": 1, "maxLength": 1, "pattern": "[\U0001f600-\U0001f610]"}
+    text = server.complete("A smiling face:", max_tokens=20, structured_outputs={"json": schema})["text"]
+    assert len(text) == 3 and "\U0001f600" <= json.loads(text) <= "\U0001f610"
+
+
 @pytest.mark.parametrize("field", ["structured_outputs", "guided_json", "suffix", "kv_transfer_params", "pancake"])
 def test_fields_without_an_effect_are_refused(server: Server, field: str):
     """Whatever is not there yet, or not as it is given: 400 that names the field, never silence."""

@@ -3,8 +3,10 @@
 import asyncio
 import math
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import openai
+import pydantic
 import pytest
 
 from tests.e2e.servers import Server
@@ -99,6 +101,31 @@ def test_usage_tells_what_came_from_the_cache(client: openai.OpenAI, model: str)
     cached = [usage.prompt_tokens_details.cached_tokens for usage in usages]  # type: ignore[union-attr]
     assert cached[0] == 0
     assert usages[1].prompt_tokens - 17 <= cached[1] < usages[1].prompt_tokens  # type: ignore[union-attr]
+
+
+class City(pydantic.BaseModel):
+    name: Literal["Paris", "London"]
+    country: str = pydantic.Field(max_length=20)
+    is_capital: bool
+
+
+def test_parsed_answers(client: openai.OpenAI, model: str):
+    """`parse` sends a schema with `strict` and reads the answer with it."""
+    answer = client.chat.completions.parse(model=model, messages=FRANCE, temperature=0, max_tokens=60,
+                                           response_format=City)  # fmt: skip
+    city = answer.choices[0].message.parsed
+    assert city is not None and len(city.country) > 2
+    with client.chat.completions.stream(model=model, messages=FRANCE, temperature=0, max_tokens=60,
+                                        response_format=City) as stream:  # fmt: skip
+        assert stream.get_final_completion().choices[0].message.parsed == city
+    chosen = client.completions.create(model=model, prompt="The capital of France is", temperature=0,
+                                       extra_body={"structured_outputs": {"choice": [" London", " Paris"]}})
+    assert chosen.choices[0].text == " Paris" and chosen.choices[0].finish_reason == "stop"
+    for schema in ({"type": "object", "not": {"required": ["a"]}}, {"type": "integer", "minimum": 2, "maximum": 1}):
+        with pytest.raises(openai.BadRequestError, match="not is not supported|minimum") as caught:
+            client.chat.completions.create(model=model, messages=FRANCE, stream=True, response_format={
+                "type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
+        assert caught.value.param == "response_format"
 
 
 def test_errors(client: openai.OpenAI, model: str):
