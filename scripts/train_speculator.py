@@ -34,7 +34,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--intermediate-size", type=_positive, default=512, help="of EAGLE-3's MLP (default 512)")
     add("--epochs", type=_positive, default=6, help="passes over the text (default 6)")
     add("--batch-size", type=_positive, default=4, help="sequences a step (default 4)")
-    add("--learning-rate", type=float, default=1e-3, help="the highest; it warms up and decays (default 0.001)")
+    add("--learning-rate", type=float, default=1e-3, help="the highest; it rises and falls (default 0.001)")
+    add("--float8", action="store_true", help="store matrices in 8 bits where that changes them little: half the file")
     add("--seed", type=int, default=0)
     return parser.parse_args(arguments)
 

@@ -23,6 +23,7 @@ from model.rope import apply_rope, rope_angles
 from scripts.speculator_training.batches import Batch
 from scripts.speculator_training.method import Frozen, Params, Target
 
+OWN = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids")  # of the config, beside a Llama's
 NORMS = ("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm")
 
 
@@ -33,13 +34,14 @@ class Eagle3:
     dtype: Any  # of products
     width: int  # of the MLP
     draft_vocab_size: int
+    taps: tuple[int, ...]  # layers of the target
     tap_scales: np.ndarray  # [F]: of the features; they are trained on divided by these
     needs_taps: bool = True
 
     @cached_property
     def layer(self) -> ModelConfig:
         """The drafter's layer, as that of a Llama."""
-        return read_config({k: v for k, v in self.config().items() if k not in ("draft_vocab_size",)})
+        return read_config({key: value for key, value in self.config().items() if key not in OWN})
 
     def init(self, key: jax.Array, frozen: Frozen) -> Params:
         config, D = self.layer, self.target.config.hidden_size
@@ -110,6 +112,7 @@ class Eagle3:
             "num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim, "num_hidden_layers": 1,
             "hidden_act": "silu", "rms_norm_eps": config.norm_eps, "max_position_embeddings": config.max_position,
             **rope, "vocab_size": config.vocab_size, "draft_vocab_size": self.draft_vocab_size,
+            "eagle_aux_hidden_state_layer_ids": list(self.taps),
             "tie_word_embeddings": False, "torch_dtype": "bfloat16",
         }  # fmt: skip
 

@@ -5,9 +5,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from checkpoints.safetensors_source import DTYPES
+
+LARGEST_CHANGE = 0.05
+
+
+def stored_dtype(tensor: np.ndarray, float8: bool) -> np.dtype:
+    """Of a tensor in the file: bfloat16, or 8 bits where they do; integers as they are."""
+    if tensor.dtype != np.float32:
+        return tensor.dtype
+    narrow = np.dtype(ml_dtypes.float8_e4m3fn)
+    if float8 and tensor.ndim > 1:
+        change = tensor - tensor.astype(narrow).astype(np.float32)
+        if np.sum(np.square(change)) < LARGEST_CHANGE**2 * np.sum(np.square(tensor)):
+            return narrow
+    return np.dtype(ml_dtypes.bfloat16)
 
 
 def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray],

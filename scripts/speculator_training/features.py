@@ -47,14 +47,13 @@ class Features:
 
 
 def compute(folder: Path, loaded: LoadedModel, sequences: Sequence[Sequence_], taps: tuple[int, ...]) -> Features:
-    """The features of the sequences, read from the folder as far as they are there."""
+    """The features of the sequences, read from the folder as far as they are there: it may have been made for fewer or
+    for more of the same text."""
     config = loaded.model.config
     starts = np.cumsum([0, *(len(sequence.tokens) for sequence in sequences)])
     folder.mkdir(parents=True, exist_ok=True)
-    progress, wanted = folder / "progress.json", {"taps": list(taps), "starts": starts.tolist()}
-    done = 0
-    if progress.exists() and (found := json.loads(progress.read_text()))["wanted"] == wanted:
-        done = found["done"]
+    progress, of = folder / "progress.json", list(taps)
+    done = _done(progress, of, starts)
     mode = "r+" if done else "w+"
     N, D = int(starts[-1]), config.hidden_size
     files = Features(
@@ -63,7 +62,7 @@ def compute(folder: Path, loaded: LoadedModel, sequences: Sequence[Sequence_], t
         np.memmap(folder / "hidden.bin", ml_dtypes.bfloat16, mode, shape=(N, D)),
         np.memmap(folder / "best.bin", np.int32, mode, shape=(N,)),
     )
-    if done == len(sequences):
+    if done >= len(sequences):
         return files
     run = _Forward(loaded, taps, max(map(len, (sequence.tokens for sequence in sequences))))
     with tqdm(total=N, initial=int(starts[done]), unit=" tokens", desc="Computing features") as bar:
@@ -74,17 +73,27 @@ def compute(folder: Path, loaded: LoadedModel, sequences: Sequence[Sequence_], t
                 out[at] = values[: at.stop - at.start]
             for out in files.arrays:
                 out.flush()
-            _write(progress, json.dumps({"done": stop, "wanted": wanted}))
+            _write(progress, json.dumps({"taps": of, "starts": starts[: stop + 1].tolist()}))
             bar.update(at.stop - at.start)
     return files
 
 
+def _done(progress: Path, taps: list[int], starts: np.ndarray) -> int:
+    """How many sequences were computed, of those wanted or more."""
+    if not progress.exists():
+        return 0
+    found = json.loads(progress.read_text())
+    both = min(len(found["starts"]), len(starts))
+    return len(found["starts"]) - 1 if found["taps"] == taps and found["starts"][:both] == starts[:both].tolist() else 0
+
+
 def tap_scales(found: Features, num_taps: int, sample: int = 4096) -> np.ndarray:
-    """[F]: the usual size of each tap's numbers: the median, as a text's first token is often a thousand times that."""
+    """[F]: the usual size of each tap's numbers, as a power of two, by which division is exact. The median: a text's
+    first token is often a thousand times larger."""
     chosen = np.linspace(0, len(found.taps) - 1, min(sample, len(found.taps)), dtype=np.int64)
     squares = np.square(found.taps[chosen].astype(np.float32)).reshape(len(chosen), num_taps, -1)
     sizes = np.median(np.sqrt(squares.mean(axis=2)), axis=0)
-    return np.repeat(sizes, squares.shape[2])
+    return np.repeat(np.exp2(np.round(np.log2(np.maximum(sizes, 1e-6)))), squares.shape[2]).astype(np.float32)
 
 
 def _steps(starts: np.ndarray, done: int) -> Iterator[tuple[int, int]]:

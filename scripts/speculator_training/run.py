@@ -19,7 +19,7 @@ from checkpoints.default_model import default_model_path
 from scripts.speculator_training import features, text
 from scripts.speculator_training.batches import Corpus
 from scripts.speculator_training.eagle3 import Eagle3
-from scripts.speculator_training.export import write_folder
+from scripts.speculator_training.export import stored_dtype, write_folder
 from scripts.speculator_training.medusa import Medusa
 from scripts.speculator_training.method import Frozen, Method, Params, Target
 from scripts.speculator_training.objective import Acceptance, acceptance
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> None:
     target = Target.of(loaded)
     taps = features.default_taps(target.config)
     found = features.compute(work / "features", loaded, sequences, taps)
-    method = _method(options, target, loaded.dtype, features.tap_scales(found, len(taps)))
+    method = make_method(options, target, loaded.dtype, taps, found)
     corpus = Corpus(sequences, found, method.needs_taps)
     report = fit(options, method, target, corpus, work)
     print_table(report)
@@ -89,11 +89,13 @@ def writer(model: str, dtype: Any) -> Iterator[text.Target]:
         yield write
 
 
-def _method(options: argparse.Namespace, target: Target, dtype: jnp.dtype, tap_scales: np.ndarray) -> Method:
+def make_method(options: argparse.Namespace, target: Target, dtype: jnp.dtype, taps: tuple[int, ...],
+            found: features.Features) -> Method:
     if options.method == "medusa":
         return Medusa(target, options.num_speculative_tokens, dtype)
     size = min(options.draft_vocab_size, target.config.vocab_size)
-    return Eagle3(target, options.num_speculative_tokens, dtype, options.intermediate_size, size, tap_scales)
+    scales = features.tap_scales(found, len(taps))
+    return Eagle3(target, options.num_speculative_tokens, dtype, options.intermediate_size, size, taps, scales)
 
 
 def fit(options: argparse.Namespace, method: Method, target: Target, corpus: Corpus, work: Path) -> dict[str, Any]:
@@ -116,13 +118,19 @@ def fit(options: argparse.Namespace, method: Method, target: Target, corpus: Cor
         print(f"\nEpoch {epoch}: tokens a step on held-out text, by temperature: {lengths}", file=sys.stderr)
 
     state = train(work / f"{options.method}.npz", plan, method, target, frozen, corpus, after_epoch)
+    tensors = method.tensors(state.params, drafted)
+    dtypes = {name: stored_dtype(tensor, options.float8) for name, tensor in tensors.items()}
+    stored = {name: jnp.asarray(np.asarray(value).astype(dtypes[name]), jnp.float32)
+              for name, value in state.params.items()}
     report = {
         "method": options.method, "target": options.model or "default", "date": time.strftime("%Y-%m-%d"),
         "text_tokens": sum(sequence.num_written for sequence in corpus.sequences), "plan": asdict(plan),
         "steps": state.step, "training_seconds": round(state.seconds),
-        "held_out": {where: asdict(one) for where, one in measure(state.params).items()},
+        "parameters": sum(value.size for value in state.params.values()),
+        "held_out": {where: asdict(one) for where, one in measure(stored).items()},
     }  # fmt: skip
-    write_folder(options.output, method.config(), method.tensors(state.params, drafted), report)
+    tensors = {name: tensor.astype(dtypes[name]) for name, tensor in tensors.items()}
+    write_folder(options.output, method.config(), tensors, report)
     return report
 
 

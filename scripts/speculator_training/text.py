@@ -1,5 +1,6 @@
 """Text that the target writes itself, made once: a file of one sequence a line, which a later run continues."""
 
+import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -53,12 +54,12 @@ class Target(Protocol):
 
 def write_text(file: Path, recipe: Recipe, prompts: Sequence[str], num_tokens: int,
                target: Callable[[], AbstractContextManager[Target]]) -> list[Sequence_]:  # fmt: skip
-    """The sequences of the file and, while they have fewer than num_tokens written tokens, of further prompts.
-    target: loads it, only if something is to be written. Raises TextError."""
+    """The first sequences of the file that have num_tokens written tokens together. If it has too few, further prompts
+    are answered. target: loads it, only if something is to be written. Raises TextError."""
     sequences = list(_read(file, recipe)) if file.exists() else _begin(file, recipe)
     count = sum(sequence.num_written for sequence in sequences)
     if count >= num_tokens:
-        return sequences
+        return _first(sequences, num_tokens)
     with target() as write, tqdm(total=num_tokens, initial=count, unit=" tokens", desc="Writing text") as bar:
         while count < num_tokens:
             first = len(sequences)
@@ -75,7 +76,12 @@ def write_text(file: Path, recipe: Recipe, prompts: Sequence[str], num_tokens: i
             sequences += new
             count += sum(sequence.num_written for sequence in new)
             bar.update(min(count, num_tokens) - bar.n)
-    return sequences
+    return _first(sequences, num_tokens)
+
+
+def _first(sequences: list[Sequence_], num_tokens: int) -> list[Sequence_]:
+    counts = itertools.accumulate(sequence.num_written for sequence in sequences)
+    return sequences[: 1 + next(place for place, count in enumerate(counts) if count >= num_tokens)]
 
 
 def _sampling(recipe: Recipe, prompt: int) -> SamplingParams:

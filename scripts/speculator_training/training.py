@@ -1,4 +1,4 @@
-"""The loop: AdamW under a warm-up and a cosine, with a checkpoint every so often that a later run goes on from."""
+"""The loop: AdamW, with a checkpoint every so often that a later run goes on from."""
 
 import json
 import time
@@ -18,7 +18,7 @@ from scripts.speculator_training import objective
 from scripts.speculator_training.batches import Corpus
 from scripts.speculator_training.method import Frozen, Method, Params, Target
 
-WARM_UP = 0.04  # of all steps
+WARM_UP, DECAY = 20, 0.4  # steps; the share of all steps in which the rate falls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,16 +41,17 @@ class State:
 def train(file: Path, plan: Plan, method: Method, target: Target, frozen: Frozen, corpus: Corpus,
           after_epoch: Callable[[int, Params], None]) -> State:  # fmt: skip
     """From the file's state to the end of the last epoch. The order of sequences follows from the seed alone, so a run
-    that was killed and went on ends with the same weights. after_epoch: is told how many are done."""
+    that was killed and went on ends with the same weights. The number of epochs may differ from the file's: only what
+    is left of the schedule changes. after_epoch: is told how many are done."""
     per_epoch = len(corpus.epoch(plan.seed, 0, plan.batch_size))
     total = plan.epochs * per_epoch
-    warm_up = max(1, int(WARM_UP * total))
-    schedule = optax.warmup_cosine_decay_schedule(0.0, plan.learning_rate, warm_up, max(total, warm_up + 1))
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.01))
+    rate = _schedule(plan.learning_rate, total)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95, weight_decay=0.01))
     params = method.init(jax.random.key(plan.seed), frozen)
     state = State(0, 0.0, params, optimizer.init(params))
-    identity = {**{k: v for k, v in asdict(plan).items() if k != "save_seconds"}, "config": method.config(),
-                "num_sequences": len(corpus.sequences)}  # fmt: skip
+    same = {name: value for name, value in asdict(plan).items() if name not in ("epochs", "save_seconds")}
+    identity = {**same, "config": method.config(), "num_sequences": len(corpus.sequences),
+                "dtype": str(target.embedding.dtype)}  # fmt: skip
     state = _load(file, identity, state)
 
     @partial(jax.jit, donate_argnums=(0, 1))
@@ -79,6 +80,13 @@ def train(file: Path, plan: Plan, method: Method, target: Target, frozen: Frozen
             _save(file, identity, done)
             after_epoch(epoch + 1, params)
     return State(step, state.seconds + time.monotonic() - began, params, moments)
+
+
+def _schedule(highest: float, total: int) -> optax.Schedule:
+    """Up, level, and down to nothing: until it falls, it does not depend on the number of steps."""
+    falls = max(int((1 - DECAY) * total), WARM_UP)
+    up, down = optax.linear_schedule(0.0, highest, WARM_UP), optax.linear_schedule(highest, 0.0, max(total - falls, 1))
+    return optax.join_schedules([up, optax.constant_schedule(highest), down], [WARM_UP, falls])
 
 
 def _save(file: Path, identity: dict[str, Any], state: State) -> None:
