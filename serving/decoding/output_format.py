@@ -59,30 +59,31 @@ class OutputFormat:
             return StructuredOutputs(json=required_schema(self.tools, self.parallel_tool_calls), source="tools")
         return answer
 
-    def parser(self, prompt: str = "", hidden: Collection[str] = ()) -> OutputParser:
-        """prompt: its end, as text with special tokens. hidden: the markers that may not come out as content."""
-        parsers = self._parsers(prompt)
+    def parser(self, prompt: str = "", hidden: Collection[str] = (), *, continues: bool = False) -> OutputParser:
+        """prompt: its end, as text with special tokens; if the output continues a message: all of that. hidden: the
+        markers that may not come out as content."""
+        parsers = self._parsers(prompt, continues)
         if parsers and hidden:
             parsers.append(WithoutMarks(sorted(hidden)))
         return OutputParser(*parsers, parallel_tool_calls=self.parallel_tool_calls)
 
-    def free(self, prompt: str) -> tuple[str, str] | None:
+    def free(self, prompt: str, *, continues: bool = False) -> tuple[str, str] | None:
         """What the reasoning, in which no grammar holds, begins and ends with; None if there is none."""
-        parser = self._reasoning(prompt)
+        parser = self._reasoning(prompt, continues)
         return None if parser is None else parser.frame
 
-    def _parsers(self, prompt: str) -> list[StreamParser]:
-        reasoning = self._reasoning(prompt)
+    def _parsers(self, prompt: str, continues: bool = False) -> list[StreamParser]:
+        reasoning = self._reasoning(prompt, continues)
         tools = self._calls()
         if isinstance(tools, HarmonyParser):
             return [tools]
         return [parser for parser in (reasoning, tools) if parser is not None]
 
-    def _reasoning(self, prompt: str) -> ReasoningParser | HarmonyParser | None:
+    def _reasoning(self, prompt: str, continues: bool) -> ReasoningParser | HarmonyParser | None:
         if self.reasoning_parser is None:
             return None
         parser = REASONING_PARSERS[self.reasoning_parser]
-        return parser(prompt) if issubclass(parser, ReasoningParser) else parser(takes_calls=False)
+        return parser(prompt, continues) if issubclass(parser, ReasoningParser) else parser(takes_calls=False)
 
     def _calls(self) -> ToolParser | None:
         match self.calls:

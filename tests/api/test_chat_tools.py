@@ -9,7 +9,7 @@ from serving.errors import ConfigError
 from serving.flags import parse_flags
 from tests.api.conftest import Serve, client_of
 from tests.api.fakes import SPECIAL, byte_tokenizer
-from tests.api.test_chat import HI, chat, prompt_of, stream
+from tests.api.test_chat import HI, PROMPT, chat, prompt_of, stream
 
 pytestmark = pytest.mark.anyio
 
@@ -230,6 +230,16 @@ async def test_calls_and_results_go_back(serve: Serve) -> None:
     broken = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": '{"a": '}}]}
     param, _ = await refused(service, messages=[*HI, broken], tools=TOOLS)
     assert param == "messages"
+
+
+async def test_a_template_for_tools(serve: Serve) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_templates["tool_use"] = "{{ tools | length }} tools"
+    service = serve(tokenizer=tokenizer, config={"tool_call_parser": "hermes", "enable_auto_tool_choice": True})
+    await chat(service, tools=TOOLS)
+    assert prompt_of(service) == "2 tools"
+    await chat(service)
+    assert prompt_of(service) == PROMPT
 
 
 async def test_tokenize_shows_tools(serve: Serve) -> None:

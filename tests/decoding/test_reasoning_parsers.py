@@ -90,6 +90,18 @@ def test_reasoning_comes_as_it_is_written() -> None:
     assert not Qwen3ReasoningParser(CLOSED).in_reasoning and not Qwen3ReasoningParser(PLAIN).in_reasoning
 
 
+@pytest.mark.parametrize("name", [R1, QWEN])
+@pytest.mark.parametrize("message, reasoning, content", [
+    ("The capital of", "", " France is</think>"),
+    ("<think>\nOne.\n</think>\n\nThe capital of", "", " France is</think>"),
+    ("<think>\nThe capital of", " France is", ""),
+])  # fmt: skip
+def test_a_message_that_goes_on(name: str, message: str, reasoning: str, content: str) -> None:
+    form = OutputFormat(reasoning_parser=name)
+    assert read(form.parser(message, continues=True), list(" France is</think>")) == (reasoning, content, [])
+    assert (form.free(message, continues=True) is None) == (reasoning == "")
+
+
 def test_where_a_grammar_begins() -> None:
     """Forced calls come after the reasoning, where there is any."""
     assert OutputFormat(reasoning_parser="qwen3").free(OPENED) == ("", "</think>")

@@ -16,7 +16,7 @@ from serving.api.generation import Delta, generate
 from serving.api.http.body import read_body
 from serving.api.http.chat_prompt import chat_prompt_ids
 from serving.api.http.logprobs import chat_logprobs, prompt_logprobs
-from serving.api.http.message_parts import OutputReader, chat_answer, chat_delta, output_format, prompt_tail
+from serving.api.http.message_parts import OutputReader, chat_answer, chat_delta, output_format
 from serving.api.http.requests import ChatCompletionRequest
 from serving.api.http.responses import (
     ChatChoice,
@@ -73,16 +73,15 @@ async def prepare(service: Service, body: ChatCompletionRequest, default_max_tok
     )
     outputs = form.structured_outputs(sampling.structured_outputs, service.tokenizer.special_token_ids)
     sampling = msgspec.structs.replace(sampling, structured_outputs=outputs)
-    prompt = prompt_tail(service.tokenizer, ids)
+    reader = OutputReader.make(service.tokenizer, form, body, ids)
     requests = to_engine_requests(
         ids, sampling, service.limits, service.tokenizer,
         request_id=body.request_id or "",
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
         default_max_tokens=default_max_tokens,
-        grammar_after=form.free(prompt),
+        grammar_after=reader.grammar_after,
     )
-    reader = OutputReader.make(service.tokenizer, form, prompt, sampling.skip_special_tokens)
     return Chat(body=body, id=f"chatcmpl-{body.request_id or uuid.uuid4().hex}", created=int(time.time()),
                 requests=requests, reader=reader)
 

@@ -48,35 +48,42 @@ def output_format(service: Service, body: ChatCompletionRequest) -> OutputFormat
     return replace(shared, calls=choice if tools else "none")
 
 
-def prompt_tail(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> str:
-    return tokenizer.decode(prompt_token_ids[-PROMPT_TAIL:], skip_special_tokens=False)
-
-
 @dataclass(frozen=True, kw_only=True)
 class OutputReader:
     """Of one request. Texts have to show the special tokens in `shown_ids`; each sequence takes a parser of its own."""
 
     form: OutputFormat
-    prompt: str  # its end
+    prompt: str  # its end, or the message of it that goes on
+    continues: bool
     shown: dict[int, str]
     hides: bool  # special tokens, from what is content
 
     @classmethod
-    def make(cls, tokenizer: Tokenizer, form: OutputFormat, prompt: str, skip_special_tokens: bool) -> "OutputReader":
+    def make(cls, tokenizer: Tokenizer, form: OutputFormat, body: ChatCompletionRequest,
+             prompt_token_ids: Sequence[int]) -> "OutputReader":
+        if body.continue_final_message:
+            prompt = str(body.messages[-1].for_template()["content"] or "")
+        else:
+            prompt = tokenizer.decode(prompt_token_ids[-PROMPT_TAIL:], skip_special_tokens=False)
         ids = {marker: tokenizer.backend.token_to_id(marker) for marker in form.markers}
         return cls(
             form=form,
             prompt=prompt,
+            continues=bool(body.continue_final_message),
             shown={i: marker for marker, i in ids.items() if i is not None and tokenizer.is_special(i)},
-            hides=skip_special_tokens,
+            hides=body.skip_special_tokens is not False,
         )
 
     @property
     def shown_ids(self) -> frozenset[int]:
         return frozenset(self.shown)
 
+    @property
+    def grammar_after(self) -> tuple[str, str] | None:
+        return self.form.free(self.prompt, continues=self.continues)
+
     def parser(self) -> OutputParser:
-        return self.form.parser(self.prompt, self.shown.values() if self.hides else ())
+        return self.form.parser(self.prompt, self.shown.values() if self.hides else (), continues=self.continues)
 
 
 def chat_answer(message: Message, include_reasoning: bool) -> ChatAnswer:

@@ -11,7 +11,7 @@ class ReasoningParser(StreamParser):
     format's and are dropped.
 
     prompt: the end of the prompt as text, special tokens shown: templates may open the reasoning there, or close it at
-    once for an answer without.
+    once for an answer without. continues: it is a message of the assistant's that goes on.
     in_reasoning: whether what comes next belongs to the reasoning, as far as is known.
     frame: what the output's reasoning begins and ends with, at least; None: the answer comes at once.
     """
@@ -20,11 +20,12 @@ class ReasoningParser(StreamParser):
     markers = (begin, end)
     starts_open = False  # whether it is reasoning even if no tag begins it
 
-    def __init__(self, prompt: str = "") -> None:
+    def __init__(self, prompt: str = "", continues: bool = False) -> None:
         super().__init__()
         prompt = prompt.rstrip()
-        self._closed = prompt.endswith(self.end)
-        self.in_reasoning = not self._closed and (self.starts_open or prompt.endswith(self.begin))
+        opened = prompt.rfind(self.begin) > prompt.rfind(self.end) if continues else prompt.endswith(self.begin)
+        self._closed = not opened if continues else prompt.endswith(self.end)
+        self.in_reasoning = not self._closed and (self.starts_open or opened)
         self.frame = None if self._closed else ("", self.end)
         self._newlines = ""
         self._began = False
