@@ -240,7 +240,8 @@ def _build(config: EngineConfig, hosts: Hosts, progress: bool) -> Built:
     eos_ids = tuple(token_id for token_id in eos_ids if 0 <= token_id < model.vocab_size)  # no other can be made
     compile_grammar = None
     if tokenizer is not None:
-        compile_grammar = Compiler(partial(vocabulary, tokenizer, model.vocab_size)).compile
+        compile_grammar = Compiler(partial(vocabulary, tokenizer, model.vocab_size, eos_ids),
+                                   fast_forward=config.structured_outputs_config.enable_fast_forward).compile
     return Built(runner, hosts, info, eos_ids, compile_grammar)
 
 
@@ -278,7 +279,9 @@ def _drafter(config: EngineConfig, loaded: LoadedModel, runner: RunnerConfig, ch
 
 
 def _draft_shapes(config: SpeculativeConfig | None) -> DraftShapes:
-    return DraftShapes() if config is None else DraftShapes(lengths=config.lengths, tree_words=tree_words(config))
+    if config is None:
+        return DraftShapes()
+    return DraftShapes(lengths=config.lengths, tree_words=tree_words(config), on_device=not config.on_host)
 
 
 def _typical(config: SpeculativeConfig | None) -> Typical | None:

@@ -59,6 +59,7 @@ class DraftShapes:
 
     lengths: tuple[int, ...] = ()
     tree_words: int = 0
+    on_device: bool = False  # a drafter there has to see every chunk of a prompt
 
     @property
     def most(self) -> int:
@@ -77,11 +78,13 @@ def step_shapes(
     most = rows[-1]
     tokens = _powers(max(2 * most, 64), max(max_num_batched_tokens, 2 * most))
     verified = dict(num_drafts=drafts.most, tree_words=drafts.tree_words)
-    small = StepShape(32, min(most, 8), **verified)
-    holds_all = small.num_rows == most and small.num_tokens >= max_num_batched_tokens
-    mixed = [small] if holds_all else [small, *(StepShape(t, most, **verified) for t in tokens)]
+    # Sampling after K drafts in all rows costs as much as a small step: chunks of prompts alone are spared it.
+    kinds = [verified] if drafts.on_device or not drafts.lengths else [{}, verified]
+    mixed = [StepShape(32, min(most, 8), **kind) for kind in kinds]
+    if mixed[0].num_rows < most or mixed[0].num_tokens < max_num_batched_tokens:
+        mixed += [StepShape(t, most, **kind) for kind in kinds for t in tokens]
     verifying = [StepShape(r * (k + 1), r, num_drafts=k, tree_words=drafts.tree_words)
-                 for k in drafts.lengths for r in rows]  # fmt: skip
+                 for k in drafts.lengths for r in rows if r * (k + 1) <= tokens[-1]]  # fmt: skip
     return (*(StepShape(r, r) for r in rows), *verifying, *_spread(tokens, most, spreading, verified), *mixed)
 
 

@@ -12,7 +12,7 @@ from serving.errors import ConfigError
 from serving.request import SamplingParams
 from serving.runner.memory import MemoryPlan
 from serving.runner.packing import Packer, unpack
-from serving.runner.shapes import StepShape, pick_shape, step_shapes
+from serving.runner.shapes import DraftShapes, StepShape, pick_shape, step_shapes
 
 ROW_PAGES = 6
 
@@ -26,6 +26,30 @@ def test_the_set_for_a_small_server():
 def test_the_set_for_small_steps():
     assert step_shapes(3, 32) == (StepShape(2, 2), StepShape(4, 4), StepShape(32, 4))
     assert step_shapes(3, 33)[-1] == StepShape(64, 4) and step_shapes(9, 32)[-1] == StepShape(64, 16)
+
+
+def test_the_set_with_drafts():
+    """Each length has its decode shapes, up to the budget; mixed steps come without drafts, too."""
+    decode, drafts = (StepShape(2, 2), StepShape(4, 4)), DraftShapes(lengths=(1, 20))
+    verifying = (StepShape(4, 2, num_drafts=1), StepShape(8, 4, num_drafts=1), StepShape(42, 2, num_drafts=20))
+    mixed = (StepShape(32, 4), StepShape(32, 4, num_drafts=20), StepShape(64, 4), StepShape(64, 4, num_drafts=20))
+    assert step_shapes(4, 40, drafts=drafts) == (*decode, *verifying, *mixed)
+    drafts = DraftShapes(lengths=(1, 20), on_device=True)
+    assert step_shapes(4, 40, drafts=drafts) == (*decode, *verifying, *mixed[1::2])
+
+
+@given(num_seqs=st.integers(1, 40), extra=st.integers(0, 300), most=st.integers(1, 30), data=st.data())
+def test_every_step_with_drafts_has_a_shape(num_seqs, extra, most, data):
+    shapes = step_shapes(num_seqs, num_seqs + extra, drafts=DraftShapes(lengths=tuple(sorted({1, most}))))
+    lengths, budget = [1] * data.draw(st.integers(1, num_seqs)), num_seqs + extra
+    drafts = 0
+    for row in range(len(lengths)):
+        longer = data.draw(st.integers(0, min(most, budget - sum(lengths))))
+        lengths[row], drafts = 1 + longer, max(drafts, longer)
+    shape = pick_shape(shapes, [lengths], num_drafts=drafts)
+    assert shape.holds(lengths) and shape.num_drafts >= drafts
+    known = pick_shape(shapes, [lengths])  # the same tokens without drafts
+    assert known.holds(lengths) and (known.num_tokens, known.num_drafts) <= (shape.num_tokens, shape.num_drafts)
 
 
 @given(max_num_seqs=st.integers(1, 300), extra=st.integers(0, 5000), data=st.data())
