@@ -83,9 +83,8 @@ def step_seconds(scheduler: Scheduler, workload: Workload, rows: int, num_steps:
 
 
 def result_of(num_rows: int) -> StepResult:
-    nothing = [None] * num_rows
-    return StepResult(token_ids=[[7]] * num_rows, logprobs=nothing, target_logprobs=nothing, num_kept=[0] * num_rows,
-                      drafts=nothing)  # fmt: skip
+    return StepResult(token_ids=[[7]] * num_rows, logprobs=[None] * num_rows, target_logprobs=[None] * num_rows,
+                      num_kept=[0] * num_rows, drafts=[None] * num_rows)  # fmt: skip
 
 
 def main() -> None:

@@ -43,6 +43,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "serving.distributed.runner": (*CONTRACTS, "serving.distributed.*", "serving.engine.plan", "serving.runner.*"),
     "serving.distributed.follower": ("serving.*",),
     "serving.flags": (*CONTRACTS, "serving.distributed.plan", "serving.decoding.*"),
+    "serving.weights": ("model.transformer", "sharding.*", "checkpoints.*"),
     "serving.drafters": ("serving.*", "model.*", "pallas_kernels.*.api", "quant.*", "sharding.*", "checkpoints.*"),
     "serving.build": ("serving.*", "model.*", "pallas_kernels.*.api", "quant.*", "sharding.*", "checkpoints.*"),
     "serving.report": ("serving.*", "model.*", "pallas_kernels.*.api", "quant.*", "sharding.*"),

@@ -26,6 +26,7 @@ class Group:
         self.share = GroupBuilder(0, config.page_size)
         self.short_of_pages = False  # a sequence could not grow in this step
         self.num_outstanding = 0  # tokens that this step and later ones have to compute before any of a newcomer
+        self.num_waiting_for_host = 0  # of those that run
         self.num_expected = 0  # sequences that wait in order to run here
         self._config = config
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
@@ -67,6 +68,7 @@ class Group:
         seq.num_computed = seq.table.num_shared * self.kv.page_size
         seq.prefill_end = seq.num_tokens
         insort(self.running, seq, key=by_rank)
+        self.num_waiting_for_host += seq.waits_for_host
         if seq.sampling_state is not None:
             self._dirty_slots.add(seq.slot)
         elif seq.slot in self._dirty_slots:
@@ -83,6 +85,7 @@ class Group:
         """Ends its running here: its slot and pages are free."""
         del self.running[bisect_left(self.running, seq.rank, key=by_rank)]
         self._free_slots.append(seq.slot)
+        self.num_waiting_for_host -= seq.waits_for_host
         seq.group, seq.slot, seq.num_computed, seq.verifying = None, -1, 0, False
         if seq.sampling_state is not None:
             seq.sampling_state.left_slot()
@@ -92,6 +95,7 @@ class Group:
         assert [seq.rank for seq in self.running] == sorted({seq.rank for seq in self.running}), "out of order"
         slots = [seq.slot for seq in self.running] + self._free_slots
         assert sorted(slots) == list(range(self._config.max_num_seqs)), "a slot is lost or used twice"
+        assert self.num_waiting_for_host == sum(seq.waits_for_host for seq in self.running)
         for seq in self.running:
             assert seq.group is self
             assert 0 <= seq.num_computed <= min(seq.total, seq.end)

@@ -60,9 +60,10 @@ class Scheduler:
     def waits_for_result(self) -> bool:
         """Whether the step in flight had better be read before the next is planned: too many sequences would miss it.
         What that costs is the time between steps, a few percent of one."""
-        running = [seq for group in self.groups for seq in group.running]
-        waiting = sum(bool(seq.num_pending) and (seq.needs_newest or self.speculation.is_on) for seq in running)
-        return waiting * WAITING_SHARE >= max(len(running), 1)
+        if self.speculation.is_on:
+            return True
+        waiting = sum(group.num_waiting_for_host for group in self.groups)
+        return waiting > 0 and waiting * WAITING_SHARE >= sum(len(group.running) for group in self.groups)
 
     def add(self, request: EngineRequest, matcher: Matcher | None = None) -> None:
         """Queues a request. matcher: of its grammar, if it has one. Raises `InvalidRequest` if it can never run and

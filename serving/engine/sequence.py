@@ -60,6 +60,8 @@ class Sequence:
         self.slot = -1  # in its group; -1: waiting
         self.group: Group | None = None  # where it runs; of one that waits, the group that frees pages for it
         self.sampling_state = sampling_state
+        # What its next token may be depends on the newest one.
+        self.waits_for_host = matcher is not None or (sampling_state is not None and sampling_state.needs_outputs)
         self.matcher = matcher  # of the grammar that its output follows, moved on by all known output tokens
         self.mask_words = mask_words  # int32 words of a mask over the vocabulary
         self.draft: Draft | None = None  # proposed by the device after the last known token
@@ -91,8 +93,7 @@ class Sequence:
     @property
     def needs_newest(self) -> bool:
         """No row may be planned while its newest token is pending."""
-        needs_outputs = self.sampling_state is not None and self.sampling_state.needs_outputs
-        return self.verifying or self.matcher is not None or needs_outputs
+        return self.verifying or self.waits_for_host
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -37,7 +37,8 @@ class GrammarMatcher:
             return [self._vocabulary.eos_ids[0]]
         if self._fast_forward and (tokens := self._matcher.compute_ff_tokens()):
             tokens = tokens[: self._matcher.validate_tokens(tokens)]
-            unknown = (i for i, token in enumerate(tokens) if token >= self._vocabulary.size)  # to a model of fewer tokens
+            size = self._vocabulary.size  # a model may have fewer tokens than its tokenizer
+            unknown = (i for i, token in enumerate(tokens) if token >= size)
             return tokens[: next(unknown, len(tokens))]
         if self._matcher.is_accepting() and not (self._row() & ~self._vocabulary.eos_row).any():
             return [self._vocabulary.eos_ids[0]]
