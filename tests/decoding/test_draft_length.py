@@ -105,6 +105,13 @@ def test_does_not_go_back_and_forth():
     assert runs <= 2 * 3000 // 64 * 1.2  # trials and the way back; one more change of mind in ten of them
 
 
+def test_drafters_on_the_device_are_rarely_stopped_to_see_what_that_is_like():
+    lengths = (1, 3, 8)
+    simulation = Simulation(GoodputLength(lengths, on_device=True), 4, lambda k: 0.02 * (1 + 0.1 * k))
+    assert simulation.run(2000, 0.8, lengths) > 0.95
+    assert set(simulation.chosen[20:]) == {0, *lengths} and simulation.chosen[20:].count(0) <= 2 * 5
+
+
 def test_rows_of_other_numbers_have_other_lengths():
     length = GoodputLength((1, 3, 8))
     few = Simulation(length, 1, lambda k: 0.01 * (1 + 0.02 * k))

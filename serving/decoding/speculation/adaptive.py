@@ -6,6 +6,9 @@ the next power of two) that is new tries the lengths in turn, short ones first, 
 even if they cost no more than the one before. Later each other length is tried again from time to time, for a few
 steps: as often as what that loses stays within TRIAL_SHARE of the time.
 
+Without drafts a drafter on the device is not run, and has gaps in its own cache afterwards: there none at all is tried
+again rarely.
+
 Nothing here is random, and nothing asks a clock: what is chosen follows from what was observed.
 """
 
@@ -15,6 +18,7 @@ from serving.decoding.speculation.acceptance import Acceptance
 
 TRIAL_SHARE = 0.01  # of the time, lost by trying lengths that are not the best
 TRIAL_INTERVAL = 64  # steps between two trials, though they cost nothing
+RARELY = 16  # times as many steps
 MARGIN = 0.03  # by which another length must be better: the estimates are noisy
 ENTRY_STEPS = 16  # after a change, in which only the new length's time is learned
 ENTRY_RATE, RATE = 0.25, 0.05  # how fast estimates of step times follow
@@ -24,9 +28,9 @@ OUTLIER = 2.0  # a step counts as at most so many times longer or shorter than e
 class GoodputLength:
     """See `serving.decoding.speculation.drafter.DraftLength`."""
 
-    def __init__(self, lengths: Sequence[int]):
-        """Ascending, without 0."""
-        self._lengths = (0, *lengths)
+    def __init__(self, lengths: Sequence[int], *, on_device: bool = False):
+        """lengths: ascending, without 0. on_device: the drafter is."""
+        self._lengths, self._on_device = (0, *lengths), on_device
         self._acceptance = Acceptance(lengths[-1])
         self._batches: dict[int, _Batch] = {}
         self._last: tuple[int, int] | None = None
@@ -46,18 +50,21 @@ class GoodputLength:
     def _batch(self, num_rows: int) -> "_Batch":
         rows = _power(num_rows)
         if rows not in self._batches:
-            self._batches[rows] = _Batch(self._lengths, trial_steps=4 + 4 // rows)
+            intervals = dict.fromkeys(self._lengths, TRIAL_INTERVAL)
+            intervals[0] *= RARELY if self._on_device else 1
+            self._batches[rows] = _Batch(intervals, trial_steps=4 + 4 // rows)
         return self._batches[rows]
 
 
 class _Batch:
     """What is known of steps with one number of rows."""
 
-    def __init__(self, lengths: Sequence[int], trial_steps: int):
-        self._lengths, self._trial_steps = lengths, trial_steps
+    def __init__(self, intervals: dict[int, int], trial_steps: int):
+        """intervals: the lengths, with the steps between two trials of each at least."""
+        self._lengths, self._intervals, self._trial_steps = tuple(intervals), intervals, trial_steps
         self._seconds: dict[int, float] = {}  # of a step, by length
-        self._num_seen = dict.fromkeys(lengths, 0)
-        self._age = dict.fromkeys(lengths, 0)  # steps since it was tried
+        self._num_seen = dict.fromkeys(intervals, 0)
+        self._age = dict.fromkeys(intervals, 0)  # steps since it was tried
         self._current = 0
         self._num_entered = 0  # steps observed since the current one was chosen
         self._trial, self._trial_left = 0, 0
@@ -98,9 +105,10 @@ class _Batch:
         best = max(goodput, key=goodput.__getitem__)
         if best != self._current and goodput[best] > (1 + MARGIN) * goodput[self._current]:
             self._current, self._num_entered = best, 0
-        if min(age for k, age in self._age.items() if k != self._current) < TRIAL_INTERVAL:
+        others = [k for k, interval in self._intervals.items() if k != self._current and self._age[k] >= interval]
+        if not others or min(age for k, age in self._age.items() if k != self._current) < TRIAL_INTERVAL:
             return
-        losses = {k: self._loss(k, acceptance, goodput[self._current]) for k in self._lengths if k != self._current}
+        losses = {k: self._loss(k, acceptance, goodput[self._current]) for k in others}
         length = min(losses, key=lambda k: losses[k] / self._age[k])
         if losses[length] <= self._credit:
             self._credit -= losses[length]

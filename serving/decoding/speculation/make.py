@@ -18,4 +18,6 @@ def make_drafter(config: SpeculativeConfig) -> Drafter | None:
 def make_length(config: SpeculativeConfig) -> DraftLength:
     if config.num_speculative_tokens_per_batch_size is not None:
         return TableLength(config.num_speculative_tokens_per_batch_size)
-    return GoodputLength(config.lengths) if config.adaptive else FixedLength(config.most)
+    if not config.adaptive:
+        return FixedLength(config.most)
+    return GoodputLength(config.lengths, on_device=not config.on_host)
