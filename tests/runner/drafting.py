@@ -53,30 +53,31 @@ def tokens(outputs: Sequence[RequestOutput]) -> list[list[int]]:
 
 
 def tiny(folder: Path, vocab: int) -> Path:
-    """A target of so many tokens."""
+    """A target of so many tokens, none of them sure."""
     config = json.loads((TARGET / "config.json").read_text()) | {"vocab_size": vocab, "num_hidden_layers": 1}
     tensors = {name: tensor for name, tensor in load_file(TARGET / "model.safetensors").items()
                if "layers." not in name or "layers.0." in name}  # fmt: skip
-    tensors["model.embed_tokens.weight"] = 8 * tensors["model.embed_tokens.weight"][:vocab]
+    tensors["model.embed_tokens.weight"] = 0.3 * tensors["model.embed_tokens.weight"][:vocab]
     write(folder, config, tensors)
     return folder
 
 
 def check_distribution(speculative: dict, target: Path, vocab: int, tokenizer: str) -> None:
     """Three tokens after a prompt, against the model's probabilities for each triple, by chi-square."""
-    prompt, draws = [1, 0, 2, 1], 4000
-    sizes = dict(max_num_seqs=32, max_num_batched_tokens=256, num_pages=200)
+    prompt, draws = [1, 0, 2, 1], 1500
+    sizes = dict(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=16)
     with engine(tokenizer, speculative, target, **sizes) as llm:
         one = SamplingParams(temperature=1.0, max_tokens=1, logprobs=vocab, ignore_eos=True)
         [first] = probabilities(run(llm, [prompt], [one]), vocab)
         second = probabilities(run(llm, [[*prompt, t] for t in range(vocab)], [one] * vocab), vocab)
         pairs = [[*prompt, a, b] for a in range(vocab) for b in range(vocab)]
         third = probabilities(run(llm, pairs, [one] * len(pairs)), vocab).reshape(vocab, vocab, vocab)
-        hot = [SamplingParams(temperature=1.0, seed=s, max_tokens=3, ignore_eos=True) for s in range(draws)]
-        drawn = np.array(tokens(run(llm, [prompt] * draws, hot)))
-        assert llm.service.engine.stats.accepted_tokens > draws / 4
+        # A fourth token, so that the two before it may both be drafts.
+        hot = [SamplingParams(temperature=1.0, seed=s, max_tokens=4, ignore_eos=True) for s in range(draws)]
+        drawn = np.array(tokens(run(llm, [prompt] * draws, hot)))[:, :3]
+        assert llm.service.engine.stats.accepted_tokens > draws / 10
     joint = first[:, None, None] * second[:, :, None] * third
-    assert joint.max() < 0.7, "a sure model would prove nothing"
+    assert joint.max() < 0.4, "a sure model would prove nothing"
     counts = np.zeros_like(joint)
     np.add.at(counts, tuple(drawn.T), 1)
     expected = (draws * joint).reshape(-1)
