@@ -1,5 +1,6 @@
 """The service's configuration: one frozen dataclass, filled from flags by `serve.py` and validated at birth."""
 
+import json
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -50,6 +51,23 @@ class EplbConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StructuredOutputsConfig:
+    """Of outputs that follow a grammar; vLLM's keys where it has them."""
+
+    backend: Literal["auto", "guidance"] = "auto"  # llguidance either way
+    disable_any_whitespace: bool | None = None  # in JSON, for requests that do not say; see docs/structured_output.md
+    enable_fast_forward: bool = True  # tokens that the grammar forces are appended without sampling
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("backend", ("auto", "guidance")), ("disable_any_whitespace", (None, True, False)),
+                              ("enable_fast_forward", (True, False))):  # fmt: skip
+            value = getattr(self, name)
+            if not any(value is one for one in allowed) and not (isinstance(value, str) and value in allowed):
+                raise ConfigError(f"--structured-outputs-config: {name} is {value!r}, must be one of "
+                                  f"{', '.join(map(json.dumps, allowed))}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything the engine core needs. None means: chosen from the model or the device, and printed at start."""
 
@@ -76,6 +94,7 @@ class EngineConfig:
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     max_num_waiting: int = 4096  # requests beyond it are refused with 429
     speculative_config: SpeculativeConfig | None = None  # None: no drafts
+    structured_outputs_config: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     compilation_cache_dir: str | None = None  # None: in the user's cache folder; "": off
     check_integrity: bool = False  # check the KV books after every step (tests)
 

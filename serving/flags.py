@@ -4,15 +4,16 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import NoReturn, get_args
+from typing import NoReturn, TypeVar, get_args
 
-from serving.config import All2AllBackend, EngineConfig, EplbConfig, ServerConfig
+from serving.config import All2AllBackend, EngineConfig, EplbConfig, ServerConfig, StructuredOutputsConfig
 from serving.decoding.reasoning.registry import REASONING_PARSERS
 from serving.decoding.speculation.config import SpeculativeConfig
 from serving.decoding.tools.registry import TOOL_PARSERS
 from serving.distributed.plan import DEFAULT_PORT, DEFAULT_TIMEOUT_SECONDS, HostFlags, plan_hosts
 from serving.errors import ConfigError
 
+_Config = TypeVar("_Config", EplbConfig, StructuredOutputsConfig)
 _SIZE_FLAGS = {
     "tensor": "--tensor-parallel-size",
     "data": "--data-parallel-size",
@@ -65,7 +66,7 @@ def parse_flags(argv: Sequence[str], environment: Mapping[str, str] | None = Non
         all2all_backend=args.all2all_backend,
         enable_dbo=args.enable_dbo,
         enable_eplb=args.enable_eplb,
-        eplb_config=_eplb_config(args.eplb_config),
+        eplb_config=_json_config("--eplb-config", EplbConfig, args.eplb_config),
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
@@ -78,6 +79,8 @@ def parse_flags(argv: Sequence[str], environment: Mapping[str, str] | None = Non
         scheduling_policy=args.scheduling_policy,
         max_num_waiting=args.max_num_waiting,
         speculative_config=args.speculative_config,
+        structured_outputs_config=_json_config("--structured-outputs-config", StructuredOutputsConfig,
+                                               args.structured_outputs_config),
         compilation_cache_dir=args.compilation_cache_dir,
         check_integrity=args.check_integrity,
     )
@@ -100,17 +103,18 @@ def parse_flags(argv: Sequence[str], environment: Mapping[str, str] | None = Non
     )
 
 
-def _eplb_config(text: str) -> EplbConfig:
-    known = {f.name for f in fields(EplbConfig)}
+def _json_config(flag: str, kind: type[_Config], text: str) -> _Config:
+    """A flag whose value is a JSON object of the fields of `kind`."""
+    known = {f.name for f in fields(kind)}
     try:
         given = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"--eplb-config {text!r} is not JSON: {error}") from error
+        raise ConfigError(f"{flag} {text!r} is not JSON: {error}") from error
     unknown = sorted(given.keys() - known) if isinstance(given, dict) else None
     if unknown is None or unknown:
         what = f"unknown {', '.join(unknown)}" if unknown else "not an object"
-        raise ConfigError(f"--eplb-config {text!r}: {what}; it may have {', '.join(sorted(known))}")
-    return EplbConfig(**given)
+        raise ConfigError(f"{flag} {text!r}: {what}; it may have {', '.join(sorted(known))}")
+    return kind(**given)
 
 
 def _parser() -> _Parser:
@@ -185,6 +189,9 @@ def _parser() -> _Parser:
                           help='drafts to verify, as {"method": "ngram", "num_speculative_tokens": 5}; '
                           "docs/speculation.md lists methods and keys. Outputs stay what they are, but with "
                           '"rejection_sample_method": "typical", which changes their distribution')
+    batching.add_argument("--structured-outputs-config", metavar="JSON", default="{}",
+                          help="any of " + ", ".join(f'"{f.name}"' for f in fields(StructuredOutputsConfig))
+                          + "; docs/structured_output.md explains them")
     batching.add_argument("--check-integrity", action="store_true", help="check the KV books after every step (slow)")
 
     api = parser.add_argument_group("API")

@@ -22,7 +22,7 @@ from checkpoints.default_model import default_model_path
 from serving.api.generation import generate
 from serving.api.service import Service
 from serving.build import build_core
-from serving.config import EngineConfig, ServerConfig
+from serving.config import EngineConfig, ServerConfig, StructuredOutputsConfig
 from serving.decoding.speculation.config import SpeculativeConfig
 from serving.engine.in_process import InProcessClient
 from serving.errors import EngineDead, InvalidRequest
@@ -70,14 +70,16 @@ class RequestOutput:
 
 
 class LLM:
-    """Keyword arguments are the fields of `serving.config.EngineConfig`; `speculative_config` may be a dict. Raises
-    ConfigError when the model cannot be served as asked. Use as a context manager, or call `close`, to free
-    the device memory at once."""
+    """Keyword arguments are the fields of `serving.config.EngineConfig`; `speculative_config` and
+    `structured_outputs_config` may be dicts. Raises ConfigError when the model cannot be served as asked. Use as a
+    context manager, or call `close`, to free the device memory at once."""
 
     def __init__(self, model: str = "", *, progress: bool = True, **options: Any):
         model = model or str(default_model_path(progress))
         if isinstance(speculative := options.get("speculative_config"), Mapping):
             options["speculative_config"] = SpeculativeConfig.of(speculative)
+        if isinstance(structured := options.get("structured_outputs_config"), Mapping):
+            options["structured_outputs_config"] = StructuredOutputsConfig(**structured)
         config = EngineConfig(model=model, **{"max_num_waiting": MAX_PROMPTS, **options})
         runner, info, eos_ids, compile_grammar = build_core(config, progress=progress)
         client = InProcessClient(runner, info, eos_ids, config, compile_grammar)

@@ -49,6 +49,7 @@ class RequestLimits:
     vocab_size: int
     max_logprobs: int = MAX_LOGPROBS
     priority_policy: bool = False  # whether the scheduler looks at `priority`
+    disable_any_whitespace: bool | None = None  # in JSON, where a request does not say
 
 
 def _show(value: object) -> str:
@@ -218,7 +219,10 @@ def to_engine_requests(
     # A tokenizer may know more tokens than the model, which never makes those.
     bad_words = tuple(word for word in bad_words_token_ids(tuple(sampling.bad_words), tokenizer)
                       if max(word) < limits.vocab_size)  # fmt: skip
-    grammar, source = _grammar(sampling.structured_outputs, tokenizer, grammar_after)
+    outputs = sampling.structured_outputs
+    if outputs is not None and outputs.disable_any_whitespace is None:
+        outputs = msgspec.structs.replace(outputs, disable_any_whitespace=limits.disable_any_whitespace)
+    grammar, source = _grammar(outputs, tokenizer, grammar_after)
     seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
     group = f"{request_id or 'req'}-{uuid.uuid4().hex[:12]}"
     now = time.time()

@@ -27,13 +27,13 @@ PARAM = "structured_outputs"
 class Compiler:
     """Made once for a model; any thread may call it.
 
-    make_vocabulary: called in the pool, before the first compile (it takes tenths of a second).
+    make_vocabulary: called in the pool, before the first compile (it takes tenths of a second). fast_forward: whether
+    matchers tell what is forced, beside the end.
     """
 
-    def __init__(self, make_vocabulary: Callable[[], Vocabulary], *, threads: int = 2, timeout: float = 30.0,
-                 cache_size: int = 128):
-        self.fast_forward = True  # False: matchers force nothing but the end, to measure what forcing gains
-        self._make_vocabulary = make_vocabulary
+    def __init__(self, make_vocabulary: Callable[[], Vocabulary], *, fast_forward: bool = True, threads: int = 2,
+                 timeout: float = 30.0, cache_size: int = 128):
+        self._make_vocabulary, self._fast_forward = make_vocabulary, fast_forward
         self._timeout, self._cache_size = timeout, cache_size
         self._vocabulary: Vocabulary | None = None
         self._vocabulary_lock = threading.Lock()
@@ -77,7 +77,7 @@ class Compiler:
             copy = base.result().deep_copy()
             vocabulary = self._vocabulary
             assert vocabulary is not None
-            made.set_result(GrammarMatcher(copy, vocabulary, fast_forward=self.fast_forward))
+            made.set_result(GrammarMatcher(copy, vocabulary, fast_forward=self._fast_forward))
         except Exception as error:  # a callback's exception would only be logged, and the request wait for ever
             made.set_exception(error)
 

@@ -89,14 +89,12 @@ def test_a_tokenizer_that_cannot_be_used_is_each_requests_error() -> None:
     compiler.close()
 
 
-def test_a_matcher_may_leave_forcing_out() -> None:
-    compiler = Counting()
-    compiler.fast_forward = False
-    grammar = '{"grammars": [{"lark_grammar": "start: \\"abab\\""}]}'
-    matcher = compiler.compile(grammar).result(20)
-    assert matcher.forced() == []
-    matcher.accept(TOY.encode("abab", add_special_tokens=False))
-    assert matcher.forced() == [TOY.eos_ids[0]], "the end still comes by itself"
-    compiler.fast_forward = True
-    assert compiler.compile(grammar).result(20).forced() == TOY.encode("abab", add_special_tokens=False)
+@pytest.mark.parametrize("fast_forward", [True, False])
+def test_a_matcher_may_leave_forcing_out(fast_forward: bool) -> None:
+    compiler = Counting(fast_forward=fast_forward)
+    text = TOY.encode("abab")
+    matcher = compiler.compile('{"grammars": [{"lark_grammar": "start: \\"abab\\""}]}').result(20)
+    assert matcher.forced() == (text if fast_forward else [])
+    matcher.accept(text)
+    assert matcher.forced() == [TOY.eos_ids[0]], "the end comes by itself"
     compiler.close()
