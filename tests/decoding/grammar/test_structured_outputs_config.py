@@ -1,0 +1,52 @@
+"""--structured-outputs-config, from the flag to the grammar."""
+
+import pytest
+
+from serving.config import StructuredOutputsConfig
+from serving.errors import ConfigError
+from serving.flags import parse_flags
+from serving.request import SamplingParams, StructuredOutputs
+from serving.validation import RequestLimits, to_engine_requests
+from tests.decoding.grammar.schema_cases import INT, obj
+from tests.decoding.grammar.toy import toy_tokenizer
+
+FLAG = "--structured-outputs-config"
+
+
+def test_the_flag_fills_the_config() -> None:
+    given = '{"backend": "guidance", "disable_any_whitespace": true, "enable_fast_forward": false}'
+    assert parse_flags([FLAG, given]).engine.structured_outputs_config == StructuredOutputsConfig(
+        backend="guidance", disable_any_whitespace=True, enable_fast_forward=False)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("{", "'{' is not JSON"),
+        ('{"backend": "xgrammar"}', "backend is 'xgrammar', must be one of \"auto\", \"guidance\""),
+        ('{"disable_any_whitespace": 1}', "disable_any_whitespace is 1, must be one of null, true, false"),
+        ('{"reasoning_parser": "x"}', "unknown reasoning_parser; it may have backend"),
+    ],
+)
+def test_mistakes_in_it(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_flags([FLAG, text])
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "servers, requests, separator",
+    [
+        (None, None, '"key_separator": ": "'),
+        (True, None, '"key_separator": ":"'),
+        (None, True, '"key_separator": ":"'),
+        (True, False, '"whitespace_flexible": true'),
+    ],
+)
+def test_the_server_says_how_json_is_spaced_where_the_request_does_not(
+    servers: bool | None, requests: bool | None, separator: str
+) -> None:
+    limits = RequestLimits(max_model_len=64, vocab_size=300, disable_any_whitespace=servers)
+    outputs = StructuredOutputs(json=obj(a=INT), disable_any_whitespace=requests)
+    [request] = to_engine_requests([1], SamplingParams(structured_outputs=outputs), limits, toy_tokenizer())
+    assert separator in request.grammar and request.sampling.structured_outputs is None
