@@ -31,7 +31,7 @@ from model.typical_acceptance import Typical
 from serving.config import EngineConfig
 from serving.decoding.grammar.compiler import Compiler
 from serving.decoding.grammar.tokens import vocabulary
-from serving.decoding.speculation.config import SpeculativeConfig
+from serving.decoding.speculation.config import FLAG, SpeculativeConfig
 from serving.distributed.fingerprint import fingerprint
 from serving.distributed.following import report_failure
 from serving.distributed.hosts import Alone, Hosts
@@ -268,6 +268,8 @@ def _drafter(config: EngineConfig, loaded: LoadedModel, runner: RunnerConfig, ch
              ) -> DeviceDrafter | None:  # fmt: skip
     """None where drafts are made on the host, or not at all."""
     speculative, path = config.speculative_config, str(checkpoint.path)
+    if speculative is not None and speculative.has_tree:
+        _check_trees(loaded.model)
     if speculative is None or speculative.on_host:
         return None
     around = Surroundings(
@@ -276,6 +278,20 @@ def _drafter(config: EngineConfig, loaded: LoadedModel, runner: RunnerConfig, ch
         attention_backend=config.attention_backend, experts=_expert_options(config), progress=runner.progress,
     )  # fmt: skip
     return load_drafter(speculative, around)
+
+
+def _check_trees(model: Transformer) -> None:
+    """ConfigError where a tree's tokens cannot see what they should."""
+    missing = {
+        "attention windows, which count a tree's tokens in the order of the cache":
+            any(layer.window or layer.chunk for layer in model.config.layers),
+        "a context axis": model.rules.mesh.shape["context"] > 1,
+        "pipeline stages": model.rules.mesh.shape["pipeline"] > 1,
+    }  # fmt: skip
+    for what, is_there in missing.items():
+        if is_there:
+            raise ConfigError(f"{FLAG}: drafts that are trees do not go with {what}; a chain does: leave out "
+                              "speculative_token_tree, suffix_decoding_tree and eagle_topk")  # fmt: skip
 
 
 def _draft_shapes(config: SpeculativeConfig | None) -> DraftShapes:

@@ -13,13 +13,14 @@ import pytest
 
 from serving.decoding.speculation.config import SpeculativeConfig
 from serving.errors import ConfigError
-from serving.llm import SamplingParams
+from serving.llm import LLM, SamplingParams
 from serving.request import StructuredOutputs
 from tests.features.engines import ROOMY, TIGHT, VOCAB, Drafters, Outcome, run
 from tests.features.table import CELLS, DIVIDED, DRAFTERS, HAPPENING, REFUSED, REQUESTED, state, table
 from tests.tolerances import LOGPROBS_FLOAT32
 
 DOCS = Path(__file__).parents[2] / "docs" / "features.md"
+GOLDENS = Path(__file__).parents[1] / "goldens"
 SHAPE = r"(red|green|blue) is the answer: [a-f]{1,4}[0-9]"
 FIELDS: dict[str, dict[str, Any]] = {
     "n > 1": dict(n=2),
@@ -125,6 +126,16 @@ def test_an_engine_has_one_drafter():
         SpeculativeConfig.parse('[{"method": "ngram"}, {"method": "suffix"}]')
     assert {cell for cell in CELLS if state(*cell) == REFUSED} == {
         (a, b) for a, b in CELLS if a in DRAFTERS and b in DRAFTERS}  # fmt: skip
+
+
+@pytest.mark.parametrize("golden, mesh, what", [
+    ("mistral-window", "1x1", "attention windows"), ("llama-gqa-tied", "context=2", "a context axis"),
+    ("llama-gqa-tied", "pipeline=3", "pipeline stages"),
+])  # fmt: skip
+def test_where_drafts_cannot_be_trees(golden: str, mesh: str, what: str, tokenizer: str):
+    tree = SpeculativeConfig.of({"method": "suffix", "suffix_decoding_tree": True})
+    with pytest.raises(ConfigError, match=f"trees do not go with {what}.*; a chain does"):
+        LLM(str(GOLDENS / golden), tokenizer=tokenizer, mesh=mesh, speculative_config=tree, progress=False)
 
 
 def test_the_table_in_the_docs_is_this_one():
