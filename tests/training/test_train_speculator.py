@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from model.families.registry import read_config
 from model.speculative.drafter import Settled
 from scripts.speculator_training import features, objective, text, training
 from scripts.speculator_training.batches import Batch, Corpus
+from scripts.speculator_training.eagle3 import Eagle3
 from scripts.speculator_training.export import stored_dtype
 from scripts.speculator_training.method import Frozen, Method, Params, Target
 from scripts.speculator_training.run import fit, make_method, most_frequent
@@ -25,7 +27,9 @@ from serving.decoding.speculation.config import SpeculativeConfig
 from serving.drafters.loading import Surroundings
 from serving.drafters.make import load_drafter
 from serving.request import SamplingParams
+from tests.model import eagle_reference as reference
 from tests.model import harness
+from tests.tolerances import LOGITS_FLOAT32
 
 GOLDEN = harness.GOLDENS / "llama-gqa-tied"
 RECIPE = text.Recipe(model="tiny", prompts="some", max_tokens=20, seed=0)
@@ -227,3 +231,33 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     missing = ["--output", str(tmp_path / "new"), "--prompts", str(tmp_path / "none")]
     assert main([*begin, *missing]) == 2
     assert "--prompts" in capsys.readouterr().err
+
+
+def test_unrolled_states_are_those_of_drafting_anew():
+    """Against a dense reference, with weights so large that attention and angles matter."""
+    rng = np.random.default_rng(0)
+    hf: dict[str, Any] = {**reference.HF, "num_hidden_layers": reference.TARGET_LAYERS}
+    D, V, L = hf["hidden_size"], hf["vocab_size"], 12
+    tensors = reference.eagle3_tensors(rng)
+    embedding = rng.normal(size=(V, D)).astype(np.float32)
+    plain = reference.eagle3(tensors, embedding)
+    target = Target(read_config(hf), hf, np.ones(D), jnp.asarray(embedding), jnp.asarray(embedding),
+                    lambda rows, hidden: hidden @ rows.T)  # fmt: skip
+    scales = np.repeat(np.float32([2, 0.5, 4]), D)
+    method = Eagle3(target, 3, jnp.dtype("float32"), hf["intermediate_size"], reference.DRAFT_VOCAB, reference.TAPS,
+                    scales)  # fmt: skip
+    params = {name: jnp.asarray(x) for name, x in tensors.items() if name not in ("d2t", "t2d")}
+    params["fc.weight"] = params["fc.weight"] * scales
+    drafted = np.flatnonzero(tensors["t2d"])
+    tokens, taps = rng.integers(0, V, (2, L)), rng.normal(size=(2, L, 3 * D)).astype(np.float32)
+    everywhere: list[Any] = [tokens, np.array([L, L]), np.ones((2, L), bool), tokens, np.zeros((2, L, D)), taps]
+    batch = Batch(*map(jnp.asarray, everywhere))
+    states = method.states(params, Frozen(target.embedding, target.output, jnp.asarray(drafted)), batch)
+    for at in (0, 6):
+        for i, found in enumerate(states):
+            wanted = plain.run(taps[1, : at + 1], tokens[1, 1 : at + 2], tokens[1, at + 2 : at + 2 + i].tolist())
+            wanted = wanted / np.sqrt(np.mean(wanted**2) + hf["rms_norm_eps"]) * tensors["norm.weight"]
+            np.testing.assert_allclose(found[1, at], wanted, atol=LOGITS_FLOAT32)
+    written = method.tensors(params, drafted)
+    np.testing.assert_array_equal(written["fc.weight"], tensors["fc.weight"])
+    assert all((written[name] == tensors[name]).all() for name in ("d2t", "t2d"))
