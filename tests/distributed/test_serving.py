@@ -1,5 +1,6 @@
 """Two real hosts on one machine: `python -m serve` twice, four simulated devices each, over real sockets."""
 
+import re
 import shutil
 import signal
 import socket
@@ -23,6 +24,8 @@ GOLDEN = np.load(MODEL / "golden.npz")
 SIZES = ("--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--num-pages", "40", "--block-size", "8",
          "--dtype", "float32", "--check-integrity")  # fmt: skip
 DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+DRAFTS = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, '
+          '"prompt_lookup_max": 3, "adaptive": false}')  # fmt: skip
 SECONDS = 10  # from a host's death to the end of the service
 
 
@@ -93,9 +96,13 @@ def ask_for_long(server: Server) -> list[httpx.Response]:
 
 
 def test_tokens_and_the_death_of_a_follower(flags: tuple[str, ...], tmp_path: Path):
-    with two_hosts("8x1", flags, tmp_path) as hosts:
+    with two_hosts("8x1", (*flags, *DRAFTS), tmp_path) as hosts:
         check_tokens(hosts.leader)
-        assert hosts.leader.metrics()["pageloom:compile_misses_total"] == 0
+        grammar = {"structured_outputs": {"regex": "[a-c]{6}"}}
+        assert re.fullmatch("[a-c]{6}", hosts.leader.complete([5, 6, 7], max_tokens=16, **grammar)["text"])
+        metrics = hosts.leader.metrics()
+        assert metrics["vllm:spec_decode_num_draft_tokens_total"] > 0
+        assert metrics["pageloom:compile_misses_total"] == 0
         answers = ask_for_long(hosts.leader)
         hosts.follower.signal(signal.SIGKILL)
         assert hosts.leader.wait(SECONDS) == 1

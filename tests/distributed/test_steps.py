@@ -19,9 +19,14 @@ def test_a_step_survives_its_way():
                        output_token_ids=[8])),
     ]  # fmt: skip
     packed = np.random.default_rng(0).integers(-(2**31), 2**31, (2, 37)).astype(np.int32)
-    wire = msgspec.msgpack.encode(to_message(PackedStep(StepShape(32, 8, 4), packed, updates)))
+    masks = [(3, np.arange(8, dtype=np.int32).reshape(2, 4)), (5, np.full((1, 4), -1, np.int32))]
+    shape = StepShape(32, 8, 4, num_drafts=3, tree_words=1)
+    wire = msgspec.msgpack.encode(to_message(PackedStep(shape, packed, updates, masks)))
     step = from_message(msgspec.msgpack.decode(wire, type=FromLeader), num_groups=2)
-    assert step.shape == StepShape(32, 8, 4)
+    assert step.shape == shape
+    assert [slot for slot, _ in step.masks] == [3, 5]
+    for (_, got), (_, want) in zip(step.masks, masks, strict=True):
+        np.testing.assert_array_equal(got, want)
     np.testing.assert_array_equal(step.packed, packed)
     assert len(wire) < packed.nbytes + 500
     for (group, got), (same_group, want) in zip(step.updates, updates, strict=True):
