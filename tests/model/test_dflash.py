@@ -13,6 +13,7 @@ from model.build import model_rules
 from model.config import ModelConfig
 from model.families.registry import read_config
 from model.speculative.dflash import DFlash, dflash_sources, read_dflash_config
+from model.speculative.draws import DraftSampling
 from sharding.mesh import make_mesh, parse_mesh
 from tests.model.drafting import loaded, paths_of, sampling_rows, settled
 from tests.model.harness import batch, config_json
@@ -109,11 +110,12 @@ def by_definition(hf: dict, of: dict[str, np.ndarray], features: np.ndarray, tok
     return norm(x, of["norm.weight"])
 
 
-def make(folder: Path, hf: dict, mesh: str = "1x1") -> DFlash:
+def make(folder: Path, hf: dict, mesh: str = "1x1", sampling: DraftSampling = "greedy") -> DFlash:
     save_file(tensors(hf), folder / "model.safetensors")
     config = read_dflash_config(hf, TARGET)
     rules = model_rules(config.model, make_mesh(parse_mesh(mesh)))
-    shapes = nnx.eval_shape(lambda: DFlash(config, rules, page_size=8, rngs=nnx.Rngs(0), dtype=jnp.dtype("float32")))
+    shapes = nnx.eval_shape(lambda: DFlash(config, rules, page_size=8, sampling=sampling, rngs=nnx.Rngs(0),
+                                           dtype=jnp.dtype("float32")))  # fmt: skip
     return loaded(shapes, rules, dflash_sources(config, paths_of(shapes)), folder)
 
 
@@ -182,6 +184,26 @@ def test_nothing_of_a_block_stays(tmp_path: Path):
     written = ~np.isnan(np.asarray(found[0])).any((0, 3, 4, 5))  # [P, b]
     assert written[1].tolist() == [True] * 5 + [False] * 3 and written[9].tolist() == [True] * 3 + [False] * 5
     assert written[1:].sum() == 8
+
+
+def test_drawn_drafts_come_with_their_distributions(tmp_path: Path):
+    """Those of every mask, of a row with a temperature; of a greedy one, the best token."""
+    hf = HF | {"dflash_config": HF["dflash_config"] | {"output_multiplier": 0.25, "final_logit_softcapping": 3.0}}
+    drafter = make(tmp_path, hf, sampling="probabilistic")
+    assert drafter.probabilistic
+    step = batch([([1] * 5, 0), ([1] * 3, 0)], num_tokens=16, num_rows=2)
+    features = np.pad(np.concatenate([FEATURES[0, :5], FEATURES[1, :3]]), ((0, 8), (0, 0)))
+    rows = sampling_rows(2)._replace(temperature=jnp.asarray([0.7, 0.0]), top_p=jnp.ones(2), seed=jnp.ones((2, 2), int))
+    matrix = jnp.asarray(MATRIX)
+    drafts, _ = nnx.jit(DFlash.propose, static_argnums=5)(
+        drafter, empty_pages(drafter), settled(step, features, [0, 0], (3, 4)), step, rows, BLOCK - 1, matrix, matrix)
+    wanted = by_definition(hf, tensors(hf), FEATURES[0, :5], 3, BLOCK)[1:] @ MATRIX.T
+    weights = np.exp(3 * np.tanh(wanted * 0.25 / 3) / 0.7)
+    assert drafts.probabilities is not None and drafts.probabilities.shape == (2, BLOCK - 1, V)
+    np.testing.assert_allclose(drafts.probabilities[0], weights / weights.sum(-1, keepdims=True), atol=LOGITS_FLOAT32)
+    best = (by_definition(hf, tensors(hf), FEATURES[1, :3], 4, BLOCK)[1:] @ MATRIX.T).argmax(-1)
+    assert (drafts.tokens[1] == best).all() and (drafts.probabilities[1].argmax(-1) == best).all()
+    assert (drafts.tokens[0] != wanted.argmax(-1)).any()
 
 
 WRONG = [
