@@ -243,7 +243,7 @@ def test_unrolled_states_are_those_of_drafting_anew():
     plain = reference.eagle3(tensors, embedding)
     target = Target(read_config(hf), hf, np.ones(D), jnp.asarray(embedding), jnp.asarray(embedding),
                     lambda rows, hidden: hidden @ rows.T)  # fmt: skip
-    scales = np.repeat(np.float32([2, 0.5, 4]), D)
+    scales = np.repeat(np.array([2, 0.5, 4], np.float32), D)
     method = Eagle3(target, 3, jnp.dtype("float32"), hf["intermediate_size"], reference.DRAFT_VOCAB, reference.TAPS,
                     scales)  # fmt: skip
     params = {name: jnp.asarray(x) for name, x in tensors.items() if name not in ("d2t", "t2d")}
