@@ -140,14 +140,14 @@ def settled_order(accepted: Accepted, positions: Positions, num_tokens: int) -> 
 
 def following_tokens(
     tokens: Int[Array, " T"], accepted: Accepted, positions: Positions, sampled: Int[Array, "S J"],
-    samples: Bool[Array, " S"], drafts: DraftRows,
+    samples: Bool[Array, " S"], goes_on: Bool[Array, " S"], drafts: DraftRows,
 ) -> Int[Array, " T"]:  # fmt: skip
-    """The token after each settled one. sampled: along the path."""
+    """The token after each settled one. sampled: along the path. goes_on: rows that have tokens and do not sample."""
     after = jnp.roll(tokens, -1)
     first, out = positions.token[:, 0], len(tokens)
     target = first[:, None] + jnp.arange(accepted.path.shape[1])
     target = jnp.where(accepted.is_on_path & samples[:, None], target, out)
-    after = after.at[jnp.where(samples, out, first)].set(drafts.following, mode="drop")
+    after = after.at[jnp.where(goes_on, first, out)].set(drafts.following, mode="drop")
     return after.at[target].set(sampled, mode="drop")
 
 

@@ -180,7 +180,8 @@ def _settle(tokens, cu_q_lens, kv_lens, drafts: DraftRows, positions: Positions,
     accepted = sampled.accepted
     if drafts.parents is not None:
         features = features[settled_order(accepted, positions, len(tokens))]
-    following = following_tokens(tokens, accepted, positions, sampled.tokens, samples, drafts)
+    goes_on = ~samples & (cu_q_lens[1:] > cu_q_lens[:-1])
+    following = following_tokens(tokens, accepted, positions, sampled.tokens, samples, goes_on, drafts)
     rejected = jnp.where(samples, drafts.number - accepted.number, 0)
     last = jnp.maximum(cu_q_lens[1:] - 1, 0) - rejected
     return Settled(features, following, last, kv_lens - rejected, newest, samples)

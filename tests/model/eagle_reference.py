@@ -52,15 +52,16 @@ def _random(rng: np.random.Generator, shapes: Mapping[str, tuple[int, ...]]) -> 
             for name, shape in shapes.items()}  # fmt: skip
 
 
-def norm(x: Array, scale: Array) -> Array:
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + HF["rms_norm_eps"]) * scale
+def norm(x: Array, scale: Array, hf: Mapping[str, Any]) -> Array:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + hf["rms_norm_eps"]) * scale
 
 
-def _attention(w: Mapping[str, Array], x: Array) -> Array:
+def _attention(w: Mapping[str, Array], x: Array, hf: Mapping[str, Any]) -> Array:
     """Causal, of a whole sequence [T, I]."""
-    count, N, K, H = len(x), 4, 2, 8
+    count, N, K = len(x), hf["num_attention_heads"], hf["num_key_value_heads"]
+    H = hf.get("head_dim", hf["hidden_size"] // N)
     q, k, v = ((x @ w[f"self_attn.{p}_proj.weight"].T).reshape(count, -1, H) for p in "qkv")
-    angle = np.arange(count)[:, None] * HF["rope_theta"] ** (-np.arange(0, H, 2) / H)
+    angle = np.arange(count)[:, None] * 10000.0 ** (-np.arange(0, H, 2) / H)
     cos, sin = (np.concatenate([f(angle)] * 2, 1)[:, None] for f in (np.cos, np.sin))
 
     def turn(x: Array) -> Array:
@@ -111,8 +112,8 @@ def eagle1(tensors: Mapping[str, Array], embedding: Array, output_matrix: Array)
 
     def layer(features: Array, embedded: Array) -> Array:
         x = np.concatenate([embedded, features], 1) @ w["fc.weight"].T + w.get("fc.bias", 0)
-        x = x + _attention(w, x)
-        return x + _mlp(w, norm(x, w["post_attention_layernorm.weight"]))
+        x = x + _attention(w, x, HF)
+        return x + _mlp(w, norm(x, w["post_attention_layernorm.weight"], HF))
 
     def log_probs(feature: Array) -> Array:
         logits = output_matrix.astype(np.float64) @ feature
@@ -121,18 +122,19 @@ def eagle1(tensors: Mapping[str, Array], embedding: Array, output_matrix: Array)
     return Reference(embedding.astype(np.float64), lambda features: features, layer, log_probs)
 
 
-def eagle3(tensors: Mapping[str, Array], embedding: Array, normed_residual: bool = False) -> Reference:
+def eagle3(tensors: Mapping[str, Array], embedding: Array, normed_residual: bool = False,
+           hf: Mapping[str, Any] = HF) -> Reference:  # fmt: skip
     w = {name.removeprefix("layers.0.").removeprefix("midlayer."): x.astype(np.float64) for name, x in tensors.items()}
-    known = w["d2t"].astype(int) + np.arange(DRAFT_VOCAB)
+    known = w["d2t"].astype(int) + np.arange(len(w["d2t"]))
 
     def layer(features: Array, embedded: Array) -> Array:
-        normed = norm(features, w["hidden_norm.weight"])
-        both = np.concatenate([norm(embedded, w["input_layernorm.weight"]), normed], 1)
-        x = (normed if normed_residual else features) + _attention(w, both)
-        return x + _mlp(w, norm(x, w["post_attention_layernorm.weight"]))
+        normed = norm(features, w["hidden_norm.weight"], hf)
+        both = np.concatenate([norm(embedded, w["input_layernorm.weight"], hf), normed], 1)
+        x = (normed if normed_residual else features) + _attention(w, both, hf)
+        return x + _mlp(w, norm(x, w["post_attention_layernorm.weight"], hf))
 
     def log_probs(feature: Array) -> Array:
-        logits = w["lm_head.weight"] @ norm(feature, w["norm.weight"])
+        logits = w["lm_head.weight"] @ norm(feature, w["norm.weight"], hf)
         of_target = np.full(len(embedding), -np.inf)
         of_target[known] = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
         return of_target

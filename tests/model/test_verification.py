@@ -66,7 +66,7 @@ def test_the_accepted_path(made, data):
     accepted = accept(jnp.asarray(sampled), positions)
     on_path = np.asarray(accepted.of_path(jnp.asarray(sampled)))
     after = np.asarray(following_tokens(tokens, accepted, positions, jnp.asarray(on_path),
-                                        jnp.ones(len(made), bool), drafts))  # fmt: skip
+                                        jnp.ones(len(made), bool), jnp.zeros(len(made), bool), drafts))  # fmt: skip
     order = np.asarray(settled_order(accepted, positions, len(tokens)))
     for row, (known, of_row, parents) in enumerate(made):
         path, at = [], -1  # by definition

@@ -4,12 +4,20 @@ comes out changes."""
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.runner.drafting import TARGET, D, V, check_distribution, engine, run, tiny, tokens, write
+from model.batch import StepBatch
+from model.transformer import Transformer
+from serving.engine.plan import StepResult
+from serving.runner.runner import ModelRunner
+from tests.model import eagle_reference as reference
+from tests.model.harness import batch, kv_pages, load
+from tests.runner.drafting import PROMPTS, TARGET, D, V, check_distribution, engine, run, tiny, tokens, write
 
 HF = json.loads((TARGET / "config.json").read_text())
 KNOWN = np.arange(1, V, 2)  # tokens that EAGLE-3's head has
@@ -57,6 +65,7 @@ CONFIGS = {
     "eagle tree": dict(method="eagle", speculative_token_tree=TREE),
     "eagle3 chain": dict(method="eagle3", num_speculative_tokens=4),
     "eagle3 tree": dict(method="eagle3", num_speculative_tokens=7, eagle_topk=3, eagle_num_steps=3),
+    "random chain": dict(method="eagle3", num_speculative_tokens=3),
     "random tree": dict(method="eagle3", num_speculative_tokens=7, eagle_topk=3, eagle_num_steps=3),
 }
 
@@ -72,15 +81,17 @@ def without(tokenizer: str) -> list[list[int]]:
         return tokens(run(llm))
 
 
-@pytest.mark.parametrize("kind", ["eagle3 tree", *(pytest.param(kind, marks=pytest.mark.slow)
-                                                   for kind in CONFIGS if kind != "eagle3 tree")])  # fmt: skip
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in CONFIGS if kind not in ("eagle3 tree", "random chain")]
+
+
+@pytest.mark.parametrize("kind", ["eagle3 tree", *SLOW])
 def test_nothing_changes(kind: str, heads: Mapping[str, str], tokenizer: str, without: list[list[int]]):
     with engine(tokenizer, config(kind, heads)) as llm:
         assert tokens(run(llm)) == without
         again = run(llm)
         assert tokens(again) == without and any(output.num_cached_tokens for output in again)
         stats = llm.service.engine.stats
-        assert stats.draft_tokens > 100 and (kind == "random tree" or stats.accepted_tokens > 10)
+        assert stats.draft_tokens > 100 and ("random" in kind or stats.accepted_tokens > 10)
 
 
 @pytest.mark.slow
@@ -95,6 +106,49 @@ def test_nor_in_chunks_in_a_tiny_pool_or_on_a_mesh(kind: str, options: dict, hea
         assert tokens(run(llm)) == without
         if "num_pages" in options:
             assert llm.service.engine.stats.num_preemptions > 0
+
+
+@pytest.mark.slow
+def test_proposals_are_those_of_a_head_that_begins_anew(heads: Mapping[str, str], tokenizer: str,
+                                                        monkeypatch: pytest.MonkeyPatch):  # fmt: skip
+    """After chunks, rejections and preemptions the head's cache is what it would be, had nothing been rejected."""
+    proposed: list[tuple[str, int, list[int]]] = []  # (request, tokens before the drafts, drafts)
+    began: dict[str, int] = {}  # with what token
+    fetch = ModelRunner.fetch
+
+    def record(runner: ModelRunner, handle: Any) -> StepResult:
+        result = fetch(runner, handle)
+        for row, sampled, draft in zip(handle.plan.rows, result.token_ids, result.drafts, strict=True):
+            if row.start == 0:
+                began[row.request_id] = int(row.token_ids[0])
+            if draft is not None:
+                known = row.start + row.num_tokens - row.num_drafts
+                proposed.append((row.request_id, known + len(sampled), draft.tokens.tolist()))
+        return result
+
+    monkeypatch.setattr(ModelRunner, "fetch", record)
+    prompts = [prompt for prompt in PROMPTS if prompt[:24] != PROMPTS[0][:24]]  # shared pages know one next token
+    with engine(tokenizer, config("random chain", heads), num_pages=14, max_model_len=96) as llm:
+        outputs = tokens(run(llm, prompts))
+        assert llm.service.engine.stats.num_preemptions > 0
+    whole = {prompt[0]: [*prompt, *output] for prompt, output in zip(prompts, outputs, strict=True)}
+    target, head = load(TARGET), load_file(f"{heads['random']}/model.safetensors")
+    plain = reference.eagle3(head, np.asarray(target.embedding[...]), hf=HF)
+    for request, length, drafts in proposed[:: len(proposed) // 40]:
+        sequence = whole[began[request]][:length]
+        assert len(sequence) == length
+        assert drafts == plain.chain(features(target, sequence[:-1]), np.array(sequence[1:]), len(drafts))
+
+
+def features(target: Transformer, sequence: list[int]) -> np.ndarray:
+    step = batch([(sequence, 0)], num_tokens=128, num_rows=1, row_pages=16)
+    _, found, _, _ = _features(target, kv_pages(target), step)
+    return np.asarray(found)[: len(sequence)]
+
+
+@jax.jit
+def _features(target: Transformer, pages: jax.Array, step: StepBatch):
+    return target.with_features(pages, step, (0, 1, HF["num_hidden_layers"]))
 
 
 @pytest.mark.slow
