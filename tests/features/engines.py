@@ -1,6 +1,7 @@
 """Engines in which everything happens at once: prompts come in chunks, the pool is too small for all, prefixes are
 shared, rows with grammars wait for the host beside rows that do not; with each drafter, on one device and on four."""
 
+import gc
 import json
 from collections import Counter
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
@@ -42,6 +44,9 @@ def run(target: Path, requests: list[tuple[list[int], SamplingParams]], **option
         assert stats.compile_misses == 0 and stats.kv_cache_usage == 0
     outcome.facts.update(preemption=stats.num_preemptions, forced=stats.forced_tokens, drafts=stats.draft_tokens,
                          accepted=stats.accepted_tokens, cached=stats.prompt_tokens_cached)  # fmt: skip
+    del llm
+    gc.collect()
+    jax.clear_caches()  # of many engines, a process would grow
     return outcome
 
 
