@@ -85,7 +85,7 @@ class Bench:
             texts[name] = [output.text for output in outputs]
             lengths = [len(output.token_ids) for output in outputs]
             self.invalid += sum(not _is_json(output.text) for output in outputs)
-        self.outputs_differ += texts[names[0]] != texts[names[1]]
+        self.outputs_differ += sum(one != other for one, other in zip(*texts.values(), strict=True))
         free = SamplingParams(temperature=0, max_tokens=round(statistics.mean(lengths)), ignore_eos=True)
         self._run(names[1], prompts, streams, free, "no grammar")
 
@@ -160,11 +160,12 @@ def main() -> None:
     parser.add_argument("--model", default="", help="as for python -m serve")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     parser.add_argument("--out", type=Path, default=Path("bench-results"))
     args, console = parser.parse_args(), Console()
     if min(args.rounds, *args.streams) < 1:
         parser.error("--rounds and --streams must be at least 1")
-    options = {"model": args.model, "max_num_seqs": max(args.streams), "max_model_len": 512,
+    options = {"model": args.model, "dtype": args.dtype, "max_num_seqs": max(args.streams), "max_model_len": 512,
                "num_pages": 1 + 32 * max(args.streams), "block_size": 16, "enable_prefix_caching": False}  # fmt: skip
     engines: dict[str, LLM] = {}
     try:
@@ -185,7 +186,7 @@ def main() -> None:
     rows = bench.rows()
     show(console, rows)
     console.print(f"On the host, microseconds: {times}")
-    console.print(f"Rounds whose outputs differ: {bench.outputs_differ}; outputs cut off: {bench.invalid}")
+    console.print(f"Outputs that differ between the engines: {bench.outputs_differ}; cut off: {bench.invalid}")
     path = report.save_json(args.out, report.header(
         "structured", ["python", "-m", "scripts.bench_structured", *sys.argv[1:]], rows=rows, host_microseconds=times,
         rounds=args.rounds, outputs_differ=bench.outputs_differ))  # fmt: skip

@@ -61,6 +61,8 @@ COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "vllm:spec_decode_num_draft_tokens": ("Draft tokens verified", lambda s: s.draft_tokens),
     "vllm:spec_decode_num_accepted_tokens": ("Draft tokens accepted", lambda s: s.accepted_tokens),
     "pageloom:compile_misses": ("Steps that had to compile while serving; must stay 0", lambda s: s.compile_misses),
+    "pageloom:forced_tokens": ("Output tokens that a grammar forced, appended unsampled", lambda s: s.forced_tokens),
+    "pageloom:grammar_seconds": ("Time that grammars take in the engine's thread", lambda s: s.grammar_seconds),
     "pageloom:steps": ("Engine steps", lambda s: s.steps),
     "pageloom:batch_tokens": ("Real tokens in steps", lambda s: s.batch_tokens),
     "pageloom:batch_padding_tokens": ("Padding tokens in steps", lambda s: s.batch_padding),

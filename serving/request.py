@@ -145,6 +145,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     prompt_tokens_cached: int = 0  # counter
     generation_tokens: int = 0  # counter
     forced_tokens: int = 0  # counter: output tokens that a grammar left no choice about, appended without sampling
+    grammar_seconds: float = 0.0  # counter: on the engine's thread
     num_drafts: int = 0  # counter: rows that had drafts to verify
     draft_tokens: int = 0  # counter
     accepted_tokens: int = 0  # counter

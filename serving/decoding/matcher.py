@@ -7,10 +7,12 @@ import numpy as np
 
 
 class Matcher(Protocol):
-    """Where the output of one sequence is in its grammar. `error`: why it had to give up, if it had to; then only an
-    end-of-sequence token is allowed."""
+    """Where the output of one sequence is in its grammar."""
 
-    error: str
+    @property
+    def error(self) -> str:
+        """Why it had to give up, if it had to; then only an end-of-sequence token is allowed."""
+        ...
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """Moves on by output tokens, each allowed by the mask that it was sampled with."""

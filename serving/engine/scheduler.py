@@ -32,6 +32,7 @@ from serving.engine.sequence import Sequence, by_rank
 from serving.engine.shared_prefixes import Leaders, leader_of
 from serving.engine.speculating import Speculation
 from serving.engine.step import Step
+from serving.engine.timed_matcher import TimedMatcher
 from serving.errors import InvalidRequest, Overloaded
 from serving.request import EngineRequest, EngineStats, FinishReason, GroupStats, Logprobs, TokenEvent
 
@@ -89,7 +90,7 @@ class Scheduler:
             page_size=config.page_size,
             namespace=namespace,
             sampling_state=sampling_state(request, config.eos_token_ids),
-            matcher=matcher,
+            matcher=None if matcher is None else TimedMatcher(matcher, self.stats),
             mask_words=-(-config.vocab_size // 32),
         )
         needed, kv = -(-seq.end // config.page_size), self.groups[0].kv

@@ -29,6 +29,7 @@ def test_the_engines_books(serve: Serve) -> None:
         prefix_cache_queries=10, prefix_cache_hits=4, num_preemptions=1, prompt_tokens=100, prompt_tokens_cached=40,
         generation_tokens=50, compile_misses=0,
         step_seconds={"schedule": 0.5, "device": 2.0}, steps=7, batch_tokens=90, batch_padding=10,
+        forced_tokens=21, grammar_seconds=0.5,
         num_drafts=9, draft_tokens=27, accepted_tokens=12, accepted_per_position=[8, 4], draft_length=3,
     )  # fmt: skip
     samples = scrape(service)
@@ -37,6 +38,7 @@ def test_the_engines_books(serve: Serve) -> None:
         "vllm:prefix_cache_queries_total": 10, "vllm:prefix_cache_hits_total": 4, "vllm:num_preemptions_total": 1,
         "vllm:prompt_tokens_total": 100, "vllm:prompt_tokens_cached_total": 40, "vllm:generation_tokens_total": 50,
         "pageloom:compile_misses_total": 0, "pageloom:batch_padding_share": 0.1, "pageloom:steps_total": 7,
+        "pageloom:forced_tokens_total": 21, "pageloom:grammar_seconds_total": 0.5,
         "vllm:spec_decode_num_drafts_total": 9, "vllm:spec_decode_num_draft_tokens_total": 27,
         "vllm:spec_decode_num_accepted_tokens_total": 12, "pageloom:spec_decode_draft_length": 3,
     }  # fmt: skip

@@ -64,7 +64,8 @@ def test_all_that_comes_out_follows_its_grammar(llm: LLM):
         jobs += [(SamplingParams(structured_outputs=outputs, **common), test) for outputs, test in other.values()]
     for (sampling, test), output in zip(jobs, run(llm, *(job[0] for job in jobs)), strict=True):
         assert output.finish_reason == "stop" and test(output.text), (sampling, output.text)
-    assert llm.service.engine.stats.forced_tokens > 0
+    stats = llm.service.engine.stats
+    assert stats.forced_tokens > 0 and 0 < stats.grammar_seconds < stats.step_seconds["schedule"]
 
 
 def test_forcing_changes_nothing_but_the_number_of_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch):
