@@ -1,21 +1,22 @@
 """A smaller model of the same vocabulary guesses, token by token (Leviathan et al. 2023, arXiv 2211.17192).
 
 It keeps keys and values of its own, in pages with the ids of the target's. Every step first feeds it what the step has
-settled, so they are complete whatever was accepted, chunked, found in the prefix cache or computed again; then the
-newest token, and each guess but the last. Guesses leave nothing behind: what they wrote is written again once settled.
+settled, so they are complete whatever was accepted, chunked, found in the prefix cache or computed again, with the
+newest token behind; then each guess but the last. Guesses leave nothing behind: what they wrote is written again once
+it is settled.
 
-Axis letters: T tokens, S rows, K drafts of a row, V vocab.
+Axis letters: T tokens, S rows, K drafts of a row, D model dim, V vocab, M pages of the longest row.
 """
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from model.batch import StepBatch
 from model.build import Kernels
 from model.sampling import SamplingRows
-from model.speculative.common import SparePages, draft_chain, guess_batch
+from model.speculative.common import SparePages, draft_chain, guess_batch, take_rows
 from model.speculative.drafter import Drafts, Settled
 from model.speculative.draws import DraftSampling, draw_drafts
 from model.transformer import Transformer
@@ -43,14 +44,54 @@ class DraftModel(nnx.Module):
         model, groups = self.model, self.spares.groups
         layout = self.kernels.kv_layout(model.config, 1)
         table = self.spares.table(batch, state.shape[layout.axes.index("pages")])
-        # A row's rejected drafts are fed, too: they come after all that is settled, and later tokens overwrite them.
-        _, pages, _ = model(state, batch._replace(page_table=table))
+
+        def draw(hidden: Float[Array, "S D"], depth: int | Int[Array, ""]):
+            return draw_drafts(self.sampling, model.rules, hidden, model.output_matrix, model.project, rows,
+                               jnp.asarray(depth))  # fmt: skip
+
+        step, newest = settled_and_newest(settled, batch, table, groups)
+        hidden, pages, _ = model(state, step)
+        first, q_first = draw(take_rows(model.rules, hidden, newest), 0)
 
         def feed(pages: jax.Array, token: Int[Array, " S"], depth: Int[Array, ""]):
-            guess = guess_batch(settled, batch, table, groups, token[:, None], first=depth)
+            guess = guess_batch(settled, batch, table, groups, token[:, None], first=depth + 1)
             hidden, pages, _ = model(pages, guess)
-            drawn, q = draw_drafts(self.sampling, model.rules, hidden, model.output_matrix, model.project, rows, depth)
-            return pages, drawn, q
+            return pages, *draw(hidden, depth + 1)
 
-        pages, tokens, q = draft_chain(feed, pages, settled.token, num_drafts)
-        return Drafts(tokens, probabilities=None if q is None else jnp.moveaxis(q, 0, 1)), pages
+        pages, tokens, q = draft_chain(feed, pages, first, num_drafts - 1)
+        tokens = jnp.concatenate([first[:, None], tokens], axis=1)
+        if q_first is None:
+            return Drafts(tokens), pages
+        return Drafts(tokens, probabilities=jnp.concatenate([q_first[:, None], jnp.moveaxis(q, 0, 1)], axis=1)), pages
+
+
+def settled_and_newest(settled: Settled, batch: StepBatch, page_table: Int[Array, "S M+"], groups: int
+                       ) -> tuple[StepBatch, Int[Array, " S"]]:  # fmt: skip
+    """The step's settled tokens, and after those of each row its newest token. T + S tokens. Second: where in its data
+    group each row's newest token is."""
+
+    def of_group(tokens, positions, cu_q_lens, distribution, last, newest, lens):
+        row, place = jnp.arange(len(last)), jnp.arange(len(tokens) + len(last), dtype=jnp.int32)
+        in_use = distribution[2]
+        count = jnp.where(row < in_use, last - cu_q_lens[:-1] + 2, 0).astype(jnp.int32)
+        ends = jnp.cumsum(count, dtype=jnp.int32)
+        of = jnp.minimum(jnp.searchsorted(ends, place, side="right", method="compare_all"), len(last) - 1)
+        offset = place - (ends - count)[of]
+        start = jnp.minimum(cu_q_lens[of], len(tokens) - 1)
+        settled_token = tokens[jnp.minimum(start + offset, len(tokens) - 1)]
+        return (
+            jnp.where(offset == count[of] - 1, newest[of], settled_token),
+            jnp.where(place < ends[-1], positions[start] + offset, 0),
+            lens + (row < in_use),
+            jnp.concatenate([jnp.zeros(1, jnp.int32), ends]),
+            jnp.stack([jnp.zeros_like(in_use)] * 2 + [in_use]),
+            jnp.maximum(ends - 1, 0),
+        )
+
+    given = (batch.tokens, batch.positions, batch.cu_q_lens, batch.distribution, settled.last, settled.token,
+             settled.lens)  # fmt: skip
+    of_groups = jax.vmap(of_group)(*(x.reshape(groups, -1) for x in given))
+    tokens, positions, kv_lens, cu_q_lens, distribution, where = (x.reshape(-1) for x in of_groups)
+    step = batch._replace(tokens=tokens, positions=positions, page_table=page_table, kv_lens=kv_lens,
+                          cu_q_lens=cu_q_lens, distribution=distribution)  # fmt: skip
+    return step, where

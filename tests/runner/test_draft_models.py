@@ -77,7 +77,7 @@ def test_so_it_is_with_rejection_and_a_seed_does_not_depend_on_the_batch(tokeniz
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [
-    {}, dict(num_pages=22), dict(long_prefill_token_threshold=8), dict(mesh="tensor=2,data=2"),
+    dict(num_pages=15, max_model_len=96, long_prefill_token_threshold=8), dict(mesh="tensor=2,data=2"),
 ], ids=str)  # fmt: skip
 def test_another_model_changes_nothing(options: dict, tokenizer: str, without):
     with engine(tokenizer, draft_model(OTHER), **options) as llm:
@@ -89,8 +89,8 @@ def test_another_model_changes_nothing(options: dict, tokenizer: str, without):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, dict(num_pages=22), dict(mesh="tensor=2,data=2", enable_expert_parallel=True)],
-                         ids=str)  # fmt: skip
+@pytest.mark.parametrize("options", [
+    dict(num_pages=22), dict(mesh="tensor=2,data=2", enable_expert_parallel=True)], ids=str)  # fmt: skip
 def test_multi_token_prediction(options: dict, tokenizer: str, tmp_path: Path):
     golden = np.load(GOLDENS / "deepseek-v3" / "golden.npz")
     prompts = [golden[f"prompt_{i}"].tolist() for i in range(3)]
@@ -132,11 +132,12 @@ def joint(target: Path) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["probabilistic", "coupled", "greedy"])
-def test_draws_have_the_targets_distribution(method: str, small: tuple[Path, Path], tokenizer: str):
+def test_rejection_gives_the_targets_distribution(small: tuple[Path, Path], tokenizer: str):
+    """The other ways to draw give the very tokens of no speculation."""
     target, drafter = small
-    count, expected = 4000, joint(target)
-    with engine(tokenizer, draft_model(drafter, method), target, max_num_seqs=32, max_num_batched_tokens=128) as llm:
+    count, expected = 2500, joint(target)
+    speculative = draft_model(drafter, "probabilistic")
+    with engine(tokenizer, speculative, target, max_num_seqs=8, max_num_batched_tokens=32) as llm:
         many = [SamplingParams(temperature=1.0, seed=seed, max_tokens=4, ignore_eos=True) for seed in range(count)]
         tokens = np.array(run(llm, *many, prompts=[START] * count))
         found = llm.service.engine.stats
@@ -145,7 +146,7 @@ def test_draws_have_the_targets_distribution(method: str, small: tuple[Path, Pat
         table = expected.sum(axis=tuple({0, 1, 2, 3} - {*pair})).ravel() * count
         counts = np.bincount(tokens[:, pair[0]] * SMALL + tokens[:, pair[1]], minlength=SMALL**2)
         often = table >= 5
-        table, counts = (np.append(x[often], x[~often].sum() + 1e-9) for x in (table, counts))
+        table, counts = (np.append(x[often], x[~often].sum() + 1e-9) for x in (table.astype(float), counts))
         assert stats.chisquare(counts, table * counts.sum() / table.sum()).pvalue > 1e-3, pair
 
 
