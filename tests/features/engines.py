@@ -22,6 +22,7 @@ DRAFTS = 4
 VOCAB = 4096  # the first tokens of the default model's: letters, and what is frequent
 ROOMY = dict(max_num_seqs=4, max_num_batched_tokens=256, num_pages=400, enable_prefix_caching=False)
 TIGHT = dict(max_num_seqs=4, max_num_batched_tokens=24, num_pages=14, long_prefill_token_threshold=16)
+ON_A_MESH = TIGHT | dict(max_num_seqs=2, num_pages=12)  # of each data group; fewer shapes to compile
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Outcome:
 def run(target: Path, requests: list[tuple[list[int], SamplingParams]], **options: Any) -> Outcome:
     outcome = Outcome()
     with LLM(str(target), tokenizer=str(default_model_path()), progress=False, check_integrity=True, dtype="float32",
-             max_model_len=96, block_size=8, **options) as llm:  # fmt: skip
+             max_model_len=80, block_size=8, **options) as llm:  # fmt: skip
         watch_overlap(llm, outcome.facts)
         for _ in range(2):
             prompts = [{"prompt_token_ids": prompt} for prompt, _ in requests]

@@ -15,7 +15,7 @@ from serving.decoding.speculation.config import SpeculativeConfig
 from serving.errors import ConfigError
 from serving.llm import LLM, SamplingParams
 from serving.request import StructuredOutputs
-from tests.features.engines import ROOMY, TIGHT, VOCAB, Drafters, Outcome, run
+from tests.features.engines import ON_A_MESH, ROOMY, TIGHT, VOCAB, Drafters, Outcome, run
 from tests.features.table import CELLS, DIVIDED, DRAFTERS, HAPPENING, REFUSED, REQUESTED, state, table
 from tests.tolerances import LOGPROBS_FLOAT32
 
@@ -62,8 +62,8 @@ def outcome_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str | None
         key = (drafter if tight else target, mesh, tight)
         if key not in known:
             speculative = SpeculativeConfig.of(drafters.config(drafter)) if drafter and tight else None
-            known[key] = run(target, requests(), mesh=mesh, speculative_config=speculative,
-                             **(TIGHT if tight else ROOMY))  # fmt: skip
+            sizes = ROOMY if not tight else TIGHT if mesh == "1x1" else ON_A_MESH
+            known[key] = run(target, requests(), mesh=mesh, speculative_config=speculative, **sizes)
         return known[key]
 
     return get
