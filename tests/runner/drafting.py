@@ -64,8 +64,8 @@ def tiny(folder: Path, vocab: int) -> Path:
 
 def check_distribution(speculative: dict, target: Path, vocab: int, tokenizer: str) -> None:
     """Three tokens after a prompt, against the model's probabilities for each triple, by chi-square."""
-    prompt, draws = [1, 0, 2, 1], 1500
-    sizes = dict(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=16)
+    prompt, draws = [1, 0, 2, 1], 1000
+    sizes = dict(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=16)
     with engine(tokenizer, speculative, target, **sizes) as llm:
         one = SamplingParams(temperature=1.0, max_tokens=1, logprobs=vocab, ignore_eos=True)
         [first] = probabilities(run(llm, [prompt], [one]), vocab)
