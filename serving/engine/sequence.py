@@ -104,8 +104,9 @@ class Sequence:
         """The known successors to score of the tokens start .. end - 1, if some have not been asked for; now they
         have."""
         if self.prompt_targets_end <= end and self.wants_prompt_logprobs:
-            targets = self.tokens[start + 1 : min(end + 1, self.prompt_len)]
-            self.prompt_targets_end = start + 1 + len(targets)
+            known = self.num_tokens if self.num_unscored else self.prompt_len
+            targets = self.tokens[start + 1 : min(end + 1, known)]
+            self.prompt_targets_end = min(start + 1 + len(targets), self.prompt_len)
             return targets
         if self.num_unscored and end >= self.num_tokens - self.num_unscored:
             return self.tokens[start + 1 : min(end + 1, self.num_tokens)]

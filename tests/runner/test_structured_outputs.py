@@ -92,6 +92,8 @@ def test_forced_tokens_have_their_logprobs(llm: LLM):
     plain, [told] = run(llm, person())[0], run(llm, person(logprobs=3))
     assert told.token_ids == plain.token_ids and told.logprobs is not None
     assert [entry.token_id for entry in told.logprobs] == told.token_ids
+    [both] = run(llm, person(logprobs=3, prompt_logprobs=1))
+    assert both.token_ids == plain.token_ids and both.logprobs == told.logprobs
     ids = llm.service.tokenizer.encode(PROMPT)
     [scored] = llm.generate([{"prompt_token_ids": ids + told.token_ids}],
                             SamplingParams(max_tokens=1, prompt_logprobs=3), use_tqdm=False)
