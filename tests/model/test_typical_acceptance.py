@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from model.sampling import SamplingRows, in_lanes
 from model.typical_acceptance import Typical, accept_typical
@@ -93,6 +94,23 @@ def test_the_longest_typical_path_is_accepted(vocab: int, parents: np.ndarray):
         assert tokens == by_definition(p[row], drafts[row, :n], parents, temperature[row] == 0, PUBLISHED)
     if vocab < 100:
         assert {len(tokens) for tokens in found} >= {1, 2, 3}
+
+
+def test_slices_of_the_vocabulary_give_the_same():
+    p, positions, _ = case(5, 60, 200, TREE)
+    rows, best = sampling_rows(np.where(np.arange(60) % 4 == 3, 0.0, 0.8)), jnp.asarray(p.argmax(-1), jnp.int32)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("tensor",))
+
+    def judge(p, best, positions, rows):
+        return accept_typical(in_lanes(p, fill=0), best, positions, rows, PUBLISHED,
+                              Vocabulary(size=200, shards=4, axis="tensor"))  # fmt: skip
+
+    alike, sliced = PartitionSpec(), PartitionSpec(None, "tensor")
+    on_slices = jax.jit(jax.shard_map(judge, mesh=mesh, in_specs=(sliced, alike, alike, alike), out_specs=alike,
+                                      check_vma=False))  # fmt: skip
+    tokens, accepted = on_slices(jnp.asarray(p.reshape(-1, 200)), best.reshape(-1), positions, rows)
+    found = [row[: n + 1].tolist() for row, n in zip(np.asarray(tokens), np.asarray(accepted.number), strict=True)]
+    assert found == accepted_tokens(p, positions, np.asarray(rows.temperature))
 
 
 def test_greedy_rows_are_exact():
