@@ -8,22 +8,40 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+MOST_LOOKS = 50_000  # at references; beyond it a schema passes unproven
+
 Ends = Callable[[str], bool]  # whether what a $ref refers to ends, as far as known
+
+
+class _Unproven(Exception):
+    pass
 
 
 def endless(root: dict[str, Any]) -> str | None:
     """The place of the schema that has no end, None if all is well."""
     targets = _targets(root)
-    known = dict.fromkeys(targets, False)
+    known, order, looks = dict.fromkeys(targets, False), list(targets), 0
+
+    def ends(ref: str) -> bool:
+        nonlocal looks
+        looks += 1
+        if looks > MOST_LOOKS:
+            raise _Unproven
+        return known.get(ref, True)
+
     changed = bool(known)
-    while changed:
-        changed = False
-        for ref, schema in targets.items():
-            if not known[ref] and _ends(schema, lambda ref: known.get(ref, True)):
-                known[ref] = changed = True
-    if _ends(root, lambda ref: known.get(ref, True)):
+    try:
+        while changed:
+            changed = False
+            order.reverse()  # chains run one way or the other
+            for ref in order:
+                if not known[ref] and _ends(targets[ref], ends):
+                    known[ref] = changed = True
+        if _ends(root, ends):
+            return None
+    except _Unproven:
         return None
-    return next((ref.removeprefix("#") for ref, ends in known.items() if not ends), "")
+    return next((ref.removeprefix("#") for ref, does in known.items() if not does), "")
 
 
 def _targets(root: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from serving.errors import InvalidRequest
 
 MAX_GRAMMAR_CHARS = 64 * 1024
+MAX_GBNF_CHARS = 16 * 1024  # converting takes time by the square of it, in a front end's loop
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 
@@ -18,6 +19,9 @@ def lark_of(text: str, param: str) -> str:
         raise InvalidRequest(f"{param} is empty, must be a Lark or GBNF grammar", param)
     if not _GBNF_RULE.search(text):
         return text
+    if len(text) > MAX_GBNF_CHARS:
+        raise InvalidRequest(f"{param} has {len(text)} characters of GBNF, at most {MAX_GBNF_CHARS} are allowed "
+                             "(of Lark more)", param)
     try:
         return gbnf_to_lark(text)
     except RecursionError:

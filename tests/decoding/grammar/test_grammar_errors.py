@@ -1,10 +1,12 @@
 """What cannot be served is refused in one line that says what and where."""
 
 import json
+import time
 
 import pytest
 
 from serving.decoding.grammar.build import MAX_CHOICES
+from serving.decoding.grammar.finite import endless
 from serving.decoding.grammar.json_schema import MAX_SCHEMA_BYTES
 from serving.errors import InvalidRequest
 from tests.decoding.grammar.schema_cases import INT, STR, obj
@@ -88,6 +90,19 @@ def test_a_schema_that_comes_to_an_end_somewhere_is_fine(grammars: Grammars) -> 
     assert grammars.accepts(grammars.matcher(json=tree), '{"l": {"l": 1, "r": []}, "r": []}')
 
 
+@pytest.mark.parametrize("step", [1, -1, 7])
+def test_many_references_are_followed_quickly(step: int) -> None:
+    """In whatever order they stand; what takes too long to prove passes."""
+    links = {f"s{i}": obj(x={"$ref": f"#/$defs/s{i + 1}"}) for i in range(1500)} | {"s1500": {"type": "null"}}
+    names = sorted(links, key=lambda name: int(name[1:]) * step % 1501)
+    schema = {"$defs": {name: links[name] for name in names}, "$ref": "#/$defs/s0"}
+    began = time.process_time()
+    assert endless(schema) is None and time.process_time() - began < 2
+    del schema["$defs"]["s1500"]
+    schema["$defs"]["s1499"] = {"$ref": "#/$defs/s0"}
+    assert endless(schema) is not None or step == 7
+
+
 @pytest.mark.parametrize(
     "outputs, message",
     [
@@ -108,6 +123,7 @@ def test_a_schema_that_comes_to_an_end_somewhere_is_fine(grammars: Grammars) -> 
         ({"grammar": "root ::= foo"}, "is not GBNF: Rule 'foo' not found"),
         ({"grammar": 'root ::= ("a"\nfoo ::= "b"'}, "is not GBNF: Expected ')' at line 2"),
         ({"grammar": "root ::= " + "(" * 5000}, "is nested too deeply"),
+        ({"grammar": "root ::= " + '"a" ' * 5000}, "20009 characters of GBNF, at most 16384 are allowed"),
         ({"grammar": "start: " + "(" * 5000}, "too deeply nested"),
         ({"json_object": True, "whitespace_pattern": "("}, "unclosed group"),
         ({"structural_tag": "{"}, "is not JSON"),
