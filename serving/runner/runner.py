@@ -102,11 +102,13 @@ class ModelRunner:
     def memory_usage(self) -> dict[str, int]:
         """Bytes on one device, by kind. Temporaries are those of the largest step."""
         kv = bytes_per_device(self._state.kv_pages)
+        drafting = bytes_per_device((self._state.drafter, self._state.drawn_from))
         largest = self._steps[self.shapes[-1]].memory_analysis()
         return {
             "weights": bytes_per_device(self._params),
             "KV": kv,
-            "sampling state": bytes_per_device(self._state) - kv,
+            **({"drafter's KV and state": drafting} if drafting else {}),
+            "sampling state": bytes_per_device(self._state) - kv - drafting,
             "temporaries": 0 if largest is None else largest.temp_size_in_bytes,
         }
 
@@ -122,13 +124,13 @@ class ModelRunner:
         analysis = self._compile_step(self.shapes[-1], small).memory_analysis()
         if analysis is None:
             raise ConfigError("this backend has no memory analysis: give --num-pages")
-        state = bytes_per_device(small) - bytes_per_device(small.kv_pages)
+        page = (bytes_per_device(self._program.state_shapes(16)) - bytes_per_device(small)) // 8  # a drafter's, too
         self.memory = MemoryPlan(
             limit=device_memory(device),
             share=memory_share(device, self._config.memory_share),
-            fixed=bytes_per_device(self._params) + state,
+            fixed=bytes_per_device(self._params) + bytes_per_device(small) - 8 * page,
             temporary=max(analysis.temp_size_in_bytes, self._experts.temporary if self._experts is not None else 0),
-            page=bytes_per_device(small.kv_pages) // 8,
+            page=page,
         )
         # One more page than all rows at full length can use, for the scratch page.
         pages = min(self.memory.num_pages, self.max_num_seqs * self._row_pages + 1)
