@@ -84,7 +84,7 @@ def step_shapes(
     if mixed[0].num_rows < most or mixed[0].num_tokens < max_num_batched_tokens:
         mixed += [StepShape(t, most, **kind) for kind in kinds for t in tokens]
     verifying = [StepShape(r * (k + 1), r, num_drafts=k, tree_words=drafts.tree_words)
-                 for k in drafts.lengths for r in rows if r * (k + 1) <= tokens[-1]]  # fmt: skip
+                 for k in drafts.lengths for r in (1, *rows) if r * (k + 1) <= tokens[-1]]  # fmt: skip
     return (*(StepShape(r, r) for r in rows), *verifying, *_spread(tokens, most, spreading, verified), *mixed)
 
 
@@ -113,7 +113,7 @@ def pick_shape(
         and all(map(shape.holds, groups))
     ]  # fmt: skip
     if fitting:
-        return min(fitting, key=lambda s: (s.context == 1 if spread else 0, s.num_tokens, s.num_rows, s.num_drafts))
+        return min(fitting, key=lambda s: (s.context == 1 if spread else 0, s.num_tokens, s.num_drafts, s.num_rows))
     num_tokens, num_rows = max(map(sum, groups)), max(map(len, groups))
     raise ValueError(f"no compiled shape holds {num_tokens} tokens of {num_rows} rows; the largest is {shapes[-1]}")
 

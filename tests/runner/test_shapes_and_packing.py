@@ -31,9 +31,11 @@ def test_the_set_for_small_steps():
 def test_the_set_with_drafts():
     """Each length has its decode shapes, up to the budget; mixed steps come without drafts, too."""
     decode, drafts = (StepShape(2, 2), StepShape(4, 4)), DraftShapes(lengths=(1, 20))
-    verifying = (StepShape(4, 2, num_drafts=1), StepShape(8, 4, num_drafts=1), StepShape(42, 2, num_drafts=20))
+    of_one = (StepShape(2, 1, num_drafts=1), StepShape(4, 2, num_drafts=1), StepShape(8, 4, num_drafts=1))
+    verifying = (*of_one, StepShape(21, 1, num_drafts=20), StepShape(42, 2, num_drafts=20))
     mixed = (StepShape(32, 4), StepShape(32, 4, num_drafts=20), StepShape(64, 4), StepShape(64, 4, num_drafts=20))
     assert step_shapes(4, 40, drafts=drafts) == (*decode, *verifying, *mixed)
+    assert pick_shape(step_shapes(4, 40, drafts=drafts), [[1]]) == StepShape(2, 2)  # not the one for a draft
     drafts = DraftShapes(lengths=(1, 20), on_device=True)
     assert step_shapes(4, 40, drafts=drafts) == (*decode, *verifying, *mixed[1::2])
 
