@@ -70,6 +70,7 @@ def _spacing(outputs: StructuredOutputs) -> dict[str, Any]:
 def _text(value: Any, most: int | None, param: str) -> str:
     if not isinstance(value, str):
         raise InvalidRequest(f"{param} is a {type(value).__name__}, must be a string", param)
+    _check_unicode(value, param)
     if most is not None and len(value) > most:
         raise InvalidRequest(f"{param} has {len(value)} characters, at most {most} are allowed", param)
     return value
@@ -82,4 +83,11 @@ def _choice(choice: Any, param: str, lark: Lark) -> str:
     if len(texts) > MAX_CHOICES or sum(map(len, texts)) > MAX_CHOICE_CHARS:
         raise InvalidRequest(f"{param} has {len(texts)} entries of {sum(map(len, texts))} characters, at most "
                              f"{MAX_CHOICES} and {MAX_CHOICE_CHARS} are allowed", param)
+    for text in texts:
+        _check_unicode(text, param)
     return lark.terminal(" | ".join(map(quote, dict.fromkeys(texts))))
+
+
+def _check_unicode(text: str, param: str) -> None:
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        raise InvalidRequest(f"{param} has half of a surrogate pair, must be Unicode text", param)

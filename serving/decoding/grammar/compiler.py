@@ -20,7 +20,9 @@ from serving.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
 
-LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)  # 2 kB a state
+# 2 kB a lexer state; 20,000 items are what the first of 5,000 optional properties needs.
+LIMITS = LLParserLimits(max_lexer_states=50_000, max_items_in_row=20_000, verbose_errors=False)
+STACK_BYTES = 256 << 20  # used as far as needed: llguidance recurses from $ref to $ref and from rule to rule
 PARAM = "structured_outputs"
 
 
@@ -38,17 +40,15 @@ class Compiler:
         self._vocabulary: Vocabulary | None = None
         self._vocabulary_lock = threading.Lock()
         self._pool = ThreadPoolExecutor(threads, "grammar")
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()  # guards what follows
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._deadlines: deque[tuple[float, str, Future[LLMatcher]]] = deque()
-        self._more = threading.Condition(self._lock)
-        self._closed = False
-        self._watcher: threading.Thread | None = None
+        self._watcher: threading.Thread | None = None  # of the deadlines, while there are any
 
     def compile(self, grammar: str) -> Future[GrammarMatcher]:
         """A matcher of its own for each call; of equal grammars the first is compiled, the others are copies. The
         future fails with InvalidRequest for a grammar that is bad, matches nothing or takes too long."""
-        with self._lock:
+        with self._changed:
             known = self._compiled.get(grammar)
             base = known or self._compiled.setdefault(grammar, Future())
             self._compiled.move_to_end(grammar)
@@ -58,15 +58,12 @@ class Compiler:
                 self._deadlines.append((time.monotonic() + self._timeout, grammar, base))
                 self._watch()
         if known is None:
-            self._pool.submit(self._run, grammar, base)
+            self._submit(grammar, base)
         made: Future[GrammarMatcher] = Future()
         base.add_done_callback(lambda done: self._hand_out(done, made))
         return made
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            self._more.notify()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _hand_out(self, base: Future[LLMatcher], made: Future[GrammarMatcher]) -> None:
@@ -102,28 +99,33 @@ class Compiler:
             raise InvalidRequest(explain(grammar, matcher.get_error(), LIMITS), PARAM)
         return matcher
 
-    def _watch(self) -> None:
+    def _watch(self, grammar: str, base: Future[LLMatcher]) -> None:
+        self._deadlines.append((time.monotonic() + self._timeout, grammar, base))
+        base.add_done_callback(self._wake)
         if self._watcher is None:
             self._watcher = threading.Thread(target=self._expire, name="grammar-timeouts", daemon=True)
             self._watcher.start()
-        self._more.notify()
+
+    def _wake(self, _: Future[LLMatcher]) -> None:
+        with self._changed:
+            self._changed.notify()
 
     def _expire(self) -> None:
-        while True:
-            with self._lock:
-                while not self._deadlines and not self._closed:
-                    self._more.wait()
-                if self._closed:
-                    return
-                deadline, grammar, base = self._deadlines.popleft()
-                while not base.done() and (left := deadline - time.monotonic()) > 0 and not self._closed:
-                    self._more.wait(left)
-                if not base.done() and self._compiled.get(grammar) is base:
-                    del self._compiled[grammar]  # another try may be luckier
-            if not base.done():
-                log.warning("a grammar of %d characters was not compiled in %g s", len(grammar), self._timeout)
-            _settle(base, error=InvalidRequest(
-                f"the grammar was not compiled within {self._timeout:g} seconds, make it smaller", PARAM))
+        with self._changed:
+            while self._deadlines:
+                deadline, grammar, base = self._deadlines[0]
+                left = deadline - time.monotonic()
+                if not base.done() and left > 0:
+                    self._changed.wait(left)
+                    continue
+                self._deadlines.popleft()
+                if not base.done():
+                    log.warning("a grammar of %d characters was not compiled in %g s", len(grammar), self._timeout)
+                    if self._compiled.get(grammar) is base:
+                        del self._compiled[grammar]  # another try may be luckier
+                    _settle(base, error=InvalidRequest(
+                        f"the grammar was not compiled within {self._timeout:g} seconds, make it smaller", PARAM))
+            self._watcher = None
 
 
 def _settle(future: Future[LLMatcher], result: LLMatcher | None = None, error: Exception | None = None) -> None:

@@ -29,6 +29,8 @@ _TELLING = {
     "recursion limit exceeded": "it is nested too deeply",
     "NoExtension": "nothing satisfies it",
     "initial lexer": "its regular expressions are too large",
+    "lexer precomputation failed": "its regular expressions are too large",
+    "checking relevance of lexemes": "its regular expressions are too large",
 }  # what a message says -> what we say
 
 

@@ -1,6 +1,7 @@
 """JSON schemas: what is checked before llguidance sees one, and how the JSON is spaced."""
 
 import json
+import math
 from typing import Any
 
 from serving.decoding.grammar.explain import subschemas
@@ -10,6 +11,10 @@ from serving.errors import InvalidRequest
 MAX_SCHEMA_BYTES = 256 * 1024
 MAX_DEPTH = 100  # llguidance reads 128 levels, of which the grammar around the schema takes some
 MAX_MULTIPLE_OF = 100_000  # in units of its last decimal: an automaton has this many states
+# llguidance reads bounds as float64 and counts with int64, whose least number it recurses on without end: this is the
+# largest that is both.
+MAX_BOUND = 2**63 - 1024
+INWARD = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
 # Free whitespace would be a trap: small models, once in it, go on with spaces and line ends until they run out of
 # tokens. So JSON is spaced as Python's json.dumps does, which models write most, and which leaves no choice.
 SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -29,7 +34,7 @@ def schema_part(schema: Any, spacing: dict[str, Any], param: str) -> dict[str, A
         raise InvalidRequest(f"{param} is a {type(schema).__name__}, must be a JSON schema: an object", param)
     _check_depth(schema, param)
     try:
-        text = json.dumps(schema, ensure_ascii=False)
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
         size = len(text.encode())
     except (ValueError, TypeError) as error:
         raise InvalidRequest(f"{param} is not JSON: {error}", param) from error
@@ -41,6 +46,7 @@ def schema_part(schema: Any, spacing: dict[str, Any], param: str) -> dict[str, A
         raise InvalidRequest(f"{param} has x-guidance, which is the server's to set", param)
     _check_numbers(schema, param)
     schema = _modern(schema)
+    check_bounds(schema, param)
     if (place := endless(schema)) is not None:
         raise InvalidRequest(f"{param} at {place or 'its root'}: every value would have to contain another "
                              "one, without end", param)
@@ -82,12 +88,39 @@ def _check_numbers(schema: dict[str, Any], param: str, place: str = "") -> None:
         _check_numbers(inner, param, f"{place}/{name}")
 
 
+def check_bounds(value: Any, param: str) -> None:
+    """Wherever they stand, for a `$ref` may point anywhere. Those of a schema are within the range by now, where that
+    says the same. Raises InvalidRequest."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for key in INWARD if isinstance(value, dict) else ():
+        if isinstance(value.get(key), int | float) and abs(value[key]) > MAX_BOUND:
+            raise InvalidRequest(f"{param}: {key} is {value[key]}, must be from {-MAX_BOUND} to {MAX_BOUND}", param)
+    for one in inner:
+        check_bounds(one, param)
+
+
+def _readable(bound: Any, inward: int) -> Any:
+    """The nearest bound, no wider, that llguidance reads as it is written. One that is too far in stays, to be
+    refused."""
+    if not isinstance(bound, int | float) or isinstance(bound, bool) or bound * inward > MAX_BOUND:
+        return bound
+    if bound * inward < -MAX_BOUND:
+        return -MAX_BOUND * inward
+    near = float(bound)
+    if near != bound:
+        near = int(near if (near > bound) == (inward > 0) else math.nextafter(near, inward * math.inf))
+    return near if isinstance(near, int) else bound
+
+
 def _modern(schema: dict[str, Any]) -> dict[str, Any]:
-    """Draft 4's exclusive bounds, which were flags, and a keyword that says nothing."""
+    """Draft 4's exclusive bounds, which were flags, a keyword that says nothing, and bounds beyond what is read."""
     schema = {key: _modern_value(key, value) for key, value in schema.items()}
     for bound, flag in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
         if isinstance(schema.get(flag), bool) and schema.pop(flag) and bound in schema:
             schema[flag] = schema.pop(bound)
+    for key, inward in INWARD.items():
+        if key in schema:
+            schema[key] = _readable(schema[key], inward)
     if schema.get("uniqueItems") is False:
         del schema["uniqueItems"]
     return schema

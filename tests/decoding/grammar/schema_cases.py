@@ -77,6 +77,8 @@ SCHEMAS: dict[str, Any] = {
     "one code point": {"type": "string", "minLength": 1, "maxLength": 1},
     "empty string": {"type": "string", "maxLength": 0},
     "integer bounds": {"type": "integer", "minimum": -7, "maximum": 130},
+    "integer bounds of 64 bits": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+    "integer bounds beyond float64": {"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 5},
     "exclusive bounds": {"type": "integer", "exclusiveMinimum": 9, "exclusiveMaximum": 12},
     "number bounds": {"type": "number", "minimum": -0.5, "maximum": 2.25},
     "exclusive number bounds": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},

@@ -1,7 +1,10 @@
 """Compiling beside the engine: shared, bounded in time and memory, and alone to blame for its delays."""
 
+import json
+import gc
 import threading
 import time
+import weakref
 from concurrent.futures import Future
 
 import pytest
@@ -40,6 +43,16 @@ def test_equal_grammars_are_compiled_once_and_move_apart() -> None:
     assert compiler.built == [GRAMMAR] and len(set(map(id, matchers))) == 3
     matchers[0].accept(TOY.encode("aba"))
     assert matchers[0].forced() == [TOY.eos_ids[0]] and matchers[1].forced() == []
+    compiler.close()
+
+
+def test_long_chains_do_not_overflow_the_stack() -> None:
+    """Which would end the process."""
+    compiler = Counting()
+    links = {f"r{i}": {"$ref": f"#/$defs/r{i + 1}"} for i in range(6000)} | {"r6000": {"const": 1}}
+    rules = ["start: r0", *(f"r{i}: r{i + 1}" for i in range(4500)), 'r4500: "a"']
+    for part in ({"json_schema": {"$ref": "#/$defs/r0", "$defs": links}}, {"lark_grammar": "\n".join(rules)}):
+        assert compiler.compile(json.dumps({"grammars": [part]})).result(20).forced()
     compiler.close()
 
 
@@ -98,3 +111,16 @@ def test_a_matcher_may_leave_forcing_out(fast_forward: bool) -> None:
     matcher.accept(text)
     assert matcher.forced() == [TOY.eos_ids[0]], "the end comes by itself"
     compiler.close()
+
+
+def test_nothing_stays_behind() -> None:
+    compiler = Counting(timeout=60)
+    compiler.compile(GRAMMAR).result(20)
+    compiler.close()
+    gone = weakref.ref(compiler)
+    del compiler
+    deadline = time.monotonic() + 10
+    while gone() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+        gc.collect()
+    assert gone() is None, "no thread holds on to it until a deadline that does not matter any more"
