@@ -5,30 +5,30 @@ host-to-device copy, one call, and one small copy back.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from model.build import Kernels
-from model.sampling import BANNED, SamplingState, TokenLogprobs
+from model.sampling import SamplingState
 from model.speculative.drafter import DeviceDrafter
 from model.transformer import Transformer
 from model.typical_acceptance import Typical
 from serving.config import EplbConfig
-from serving.engine.plan import Draft, GroupPlan, SlotUpdate, StepPlan, StepResult
+from serving.engine.plan import GroupPlan, StepPlan, StepResult
 from serving.errors import ConfigError
-from serving.request import Logprobs
 from serving.runner.compiler import CompileCounter, compile_all, compile_step
 from serving.runner.experts import ServedExperts
 from serving.runner.memory import MemoryPlan, bytes_per_device, check_pool, device_memory, memory_share
 from serving.runner.packing import PackedStep, Packer
 from serving.runner.programs import StepProgram
+from serving.runner.results import InFlight, read_result
 from serving.runner.shapes import DraftShapes, Spreading, StepShape, pick_shape, step_shapes
-from serving.runner.step import DeviceState, StepOutputs, set_bias, set_counts, set_masks
+from serving.runner.slots import SlotWriter, is_biased
+from serving.runner.step import DeviceState, StepOutputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,19 +46,6 @@ class RunnerConfig:
     typical: Typical | None = None  # accept drafts by this rule, which changes what is sampled
     least_of_hosts: Callable[[str, int], int] = lambda name, mine: mine  # of the values that all hosts have
     progress: bool = False
-
-
-@dataclass(frozen=True)
-class _InFlight:
-    plan: StepPlan
-    shape: StepShape
-    outputs: StepOutputs
-
-    @property
-    def places(self) -> list[int]:
-        """Of each row of the plan, in the outputs of rows."""
-        per_group, groups = self.shape.num_rows, enumerate(self.plan.groups)
-        return [index * per_group + row for index, group in groups for row in range(len(group.rows))]
 
 
 class ModelRunner:
@@ -89,7 +76,7 @@ class ModelRunner:
             {shape: lambda shape=shape: self._compile_step(shape, shapes) for shape in self.shapes},
             progress=config.progress,
         )
-        self._set_bias, self._set_counts, self._set_masks = self._compile_updates(shapes)
+        self._slots = SlotWriter(self._rules, shapes.sampling, {shape.num_rows for shape in self.shapes})
         self._config.least_of_hosts("what is compiled", len(self._steps))  # none waits long for another's first step
         self._state = self._initial_state(shapes)
         self._compiles = CompileCounter()
@@ -152,30 +139,6 @@ class ModelRunner:
         jitted, arguments = self._program.step(shape, state, self._row_pages)
         return compile_step(jitted.lower(*arguments), shape)
 
-    def _compile_updates(self, state: DeviceState):
-        whole = self._rules.whole
-        slot = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
-        sampling = state.sampling
-        floats, bools, ints = (
-            jax.ShapeDtypeStruct((self.vocab_size,), dtype, sharding=whole) for dtype in (jnp.float32, bool, jnp.int32)
-        )
-        bias = jax.jit(partial(set_bias, self._rules), donate_argnums=0, out_shardings=sampling.bias.sharding)
-        counts = jax.jit(partial(set_counts, self._rules), donate_argnums=(0, 1),
-                         out_shardings=(sampling.prompt_seen.sharding, sampling.output_counts.sharding))
-        masks = jax.jit(partial(set_masks, self._rules), donate_argnums=0, out_shardings=sampling.mask.sharding)
-
-        def some_masks(count: int) -> jax.stages.Compiled:
-            slots, rows = ((count,), (count, *sampling.mask.shape[1:]))
-            of_slots, of_rows = (jax.ShapeDtypeStruct(size, jnp.int32, sharding=whole) for size in (slots, rows))
-            return masks.lower(sampling.mask, of_slots, of_rows).compile()
-
-        at_once = {shape.num_rows for shape in self.shapes}
-        return (
-            bias.lower(sampling.bias, slot, floats).compile(),
-            counts.lower(sampling.prompt_seen, sampling.output_counts, slot, bools, ints).compile(),
-            {count: some_masks(count) for count in sorted(at_once)},
-        )
-
     def _initial_state(self, shapes: DeviceState) -> DeviceState:
         shardings = jax.tree.map(lambda x: x.sharding, shapes)
         make = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), out_shardings=shardings)
@@ -193,20 +156,18 @@ class ModelRunner:
             packed = self._packer.pack(StepPlan(groups=[GroupPlan()] * self.num_groups), shape, self._biased)
             self._state, outputs = self._steps[shape](self._params, self._state, packed)
             jax.tree.map(np.asarray, outputs)
-        self._write_slot(self.max_num_seqs, *(np.zeros(self.vocab_size, t) for t in (np.float32, bool, np.int32)))
-        for count in self._set_masks:
-            self._write_masks([(self.max_num_seqs, np.zeros((1, 1), np.int32))] * count)
+        self._write(self._slots.warm_up(self._state.sampling, self.max_num_seqs))
 
     # Serving
 
-    def dispatch(self, plan: StepPlan) -> _InFlight:
+    def dispatch(self, plan: StepPlan) -> InFlight:
         return self.start(plan, self.pack(plan))
 
     def pack(self, plan: StepPlan) -> PackedStep:
         started = time.perf_counter()
         updates = [(index, update) for index, group in enumerate(plan.groups) for update in group.slot_updates]
         for index, update in updates:
-            self._biased[index][update.slot] = _is_biased(update)
+            self._biased[index][update.slot] = is_biased(update)
         drafts = max((row.num_drafts for row in plan.rows), default=0)
         if self.drafts_on_device:
             drafts = max(drafts, plan.draft_length)
@@ -219,15 +180,16 @@ class ModelRunner:
                  for index, group in enumerate(plan.groups) for row in group.rows if row.mask is not None]  # fmt: skip
         return PackedStep(shape, packed, updates, masks)
 
-    def start(self, plan: StepPlan, step: PackedStep) -> _InFlight:
-        return _InFlight(plan, step.shape, self.execute(step))
+    def start(self, plan: StepPlan, step: PackedStep) -> InFlight:
+        return InFlight(plan, step.shape, self.execute(step))
 
     def execute(self, step: PackedStep) -> StepOutputs:
         """What every host does for a step, all in the same order. The outputs are on the device, and not ready yet."""
         started = time.perf_counter()
         for group, update in step.updates:
-            self._update_slot(group, update)
-        self._write_masks(step.masks)
+            slot = group * (self.max_num_seqs + 1) + update.slot
+            self._write(self._slots.update(self._state.sampling, slot, update))
+        self._write(self._slots.mask(self._state.sampling, step.masks))
         if self._experts is not None:
             self._experts.before_step()
         self._state, outputs = self._steps[step.shape](self._params, self._state, step.packed)
@@ -236,29 +198,11 @@ class ModelRunner:
         self._counters["dispatch_seconds"] += time.perf_counter() - started
         return outputs
 
-    def fetch(self, handle: _InFlight) -> StepResult:
-        rows, outputs, places = handle.plan.rows, handle.outputs, handle.places
-        started = time.perf_counter()
-        outputs.token_ids.block_until_ready()
-        ready = time.perf_counter()
-        accepted = np.asarray(outputs.num_accepted)[places].tolist()
-        sampled = np.asarray(outputs.token_ids)[places].tolist()
-        token_ids = [tokens[: count + 1] if row.samples else []
-                     for row, tokens, count in zip(rows, sampled, accepted, strict=True)]  # fmt: skip
-        logprobs: list[list[Logprobs] | None] = [None] * len(rows)
-        if any(row.samples and row.sampling.logprobs is not None for row in rows):
-            host = jax.device_get(outputs.logprobs)
-            for index, row in enumerate(rows):
-                if row.samples and row.sampling.logprobs is not None:
-                    of_row = jax.tree.map(lambda x, at=places[index]: x[at], host)
-                    logprobs[index] = [_logprobs(of_row, i, token, row.sampling.logprobs)
-                                       for i, token in enumerate(token_ids[index])]  # fmt: skip
-        return StepResult(
-            token_ids=token_ids, logprobs=logprobs, target_logprobs=_target_logprobs(handle),
-            num_kept=np.asarray(outputs.num_kept)[places].tolist(), drafts=_drafts(handle),
-            device_seconds=ready - started, fetch_seconds=time.perf_counter() - ready,
-            experts=None if self._experts is None else self._experts.news(),
-        )  # fmt: skip
+    def fetch(self, handle: InFlight) -> StepResult:
+        return read_result(handle, None if self._experts is None else self._experts.news)
+
+    def _write(self, sampling: SamplingState) -> None:
+        self._state = self._state._replace(sampling=sampling)
 
     def stats(self) -> dict[str, float]:
         return {**self._counters, "compile_misses": self._compiles.count}
@@ -266,82 +210,6 @@ class ModelRunner:
     def close(self, reason: str = "") -> None:
         """The process' end frees the device."""
 
-    def _update_slot(self, group: int, update: SlotUpdate) -> None:
-        slot = group * (self.max_num_seqs + 1) + update.slot
-        row = np.zeros(self.vocab_size, np.float32)
-        if update.allowed_token_ids is not None:
-            row[:] = BANNED
-            row[list(update.allowed_token_ids)] = 0
-        for token, value in update.logit_bias.items():
-            row[token] += value
-        row[list(update.banned_token_ids)] = BANNED
-        if not update.reset_counts:
-            self._write_slot(slot, row)
-            return
-        prompt = np.zeros(self.vocab_size, bool)
-        prompt[np.asarray(update.prompt_token_ids, np.int32)] = True
-        output = np.bincount(np.asarray(update.output_token_ids, np.int32), minlength=self.vocab_size)
-        self._write_slot(slot, row, prompt, output.astype(np.int32))
-
-    def _write_slot(self, slot: int, bias_row: np.ndarray, *count_rows: np.ndarray) -> None:
-        where = np.array(slot, np.int32)
-        bias, seen, counts, mask = self._state.sampling
-        bias = self._set_bias(bias, where, bias_row)
-        if count_rows:
-            seen, counts = self._set_counts(seen, counts, where, *count_rows)
-        self._state = self._state._replace(sampling=SamplingState(bias, seen, counts, mask))
-
-    def _write_masks(self, masks: Sequence[tuple[int, np.ndarray]]) -> None:
-        """Slots, of those of all groups, and the masks of their row's first positions."""
-        largest = max(self._set_masks)
-        for first in range(0, len(masks), largest):
-            some = masks[first : first + largest]
-            count = min(count for count in self._set_masks if count >= len(some))
-            state = self._state.sampling.mask
-            slots, rows = np.full(count, len(state), np.int32), np.zeros((count, *state.shape[1:]), np.int32)
-            for place, (slot, mask) in enumerate(some):
-                slots[place], rows[place, : len(mask)] = slot, mask
-            state = self._set_masks[count](state, slots, rows)
-            self._state = self._state._replace(sampling=self._state.sampling._replace(mask=state))
-
     @property
     def drafts_on_device(self) -> bool:
         return self._program.drafter is not None
-
-
-def _is_biased(update: SlotUpdate) -> bool:
-    return bool(update.logit_bias or len(update.banned_token_ids) or update.allowed_token_ids is not None)
-
-
-def _logprobs(host: TokenLogprobs, index: int, token_id: int, count: int) -> Logprobs:
-    return Logprobs(
-        token_id, float(host.logprob[index]), int(host.rank[index]),
-        host.top_ids[index, :count].tolist(), host.top_logprobs[index, :count].tolist(),
-    )  # fmt: skip
-
-
-def _target_logprobs(handle: _InFlight) -> list[list[Logprobs] | None]:
-    """For each row that has targets, one entry for each."""
-    if all(row.targets is None for row in handle.plan.rows):
-        return [None] * len(handle.plan.rows)
-    host = jax.device_get(handle.outputs.target_logprobs)
-    result: list[list[Logprobs] | None] = []
-    for index, group in enumerate(handle.plan.groups):
-        at = index * handle.shape.num_tokens
-        for row in group.rows:
-            if row.targets is None:
-                result.append(None)
-            else:
-                count = max(row.sampling.prompt_logprobs or 0, row.sampling.logprobs or 0)
-                result.append([_logprobs(host, at + i, int(t), count) for i, t in enumerate(row.targets)])
-            at += row.num_tokens
-    return result
-
-
-def _drafts(handle: _InFlight) -> list[Draft | None]:
-    """What the device proposes to each row that has sampled."""
-    if handle.outputs.drafts is None:
-        return [None] * len(handle.plan.rows)
-    tokens, parents, _ = jax.device_get(handle.outputs.drafts)
-    return [Draft(tokens[place], None if parents is None else parents[place]) if row.samples else None
-            for row, place in zip(handle.plan.rows, handle.places, strict=True)]  # fmt: skip
