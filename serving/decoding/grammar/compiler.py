@@ -55,10 +55,8 @@ class Compiler:
             while len(self._compiled) > self._cache_size:
                 self._compiled.popitem(last=False)
             if known is None:
-                self._deadlines.append((time.monotonic() + self._timeout, grammar, base))
-                self._watch()
-        if known is None:
-            self._submit(grammar, base)
+                self._watch(grammar, base)
+                self._submit(grammar, base)
         made: Future[GrammarMatcher] = Future()
         base.add_done_callback(lambda done: self._hand_out(done, made))
         return made
@@ -77,6 +75,13 @@ class Compiler:
             made.set_result(GrammarMatcher(copy, vocabulary, fast_forward=self._fast_forward))
         except Exception as error:  # a callback's exception would only be logged, and the request wait for ever
             made.set_exception(error)
+
+    def _submit(self, grammar: str, base: Future[LLMatcher]) -> None:
+        before = threading.stack_size(STACK_BYTES)  # of the threads that the pool starts now
+        try:
+            self._pool.submit(self._run, grammar, base)
+        finally:
+            threading.stack_size(before)
 
     def _run(self, grammar: str, base: Future[LLMatcher]) -> None:
         if base.done():  # its time was over before a thread was free

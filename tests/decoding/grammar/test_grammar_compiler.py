@@ -1,7 +1,7 @@
 """Compiling beside the engine: shared, bounded in time and memory, and alone to blame for its delays."""
 
-import json
 import gc
+import json
 import threading
 import time
 import weakref
