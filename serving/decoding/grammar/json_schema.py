@@ -15,6 +15,7 @@ MAX_MULTIPLE_OF = 100_000  # in units of its last decimal: an automaton has this
 # largest that is both.
 MAX_BOUND = 2**63 - 1024
 INWARD = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
+EXACT = ("const", "enum")
 # Free whitespace would be a trap: small models, once in it, go on with spaces and line ends until they run out of
 # tokens. So JSON is spaced as Python's json.dumps does, which models write most, and which leaves no choice.
 SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -91,11 +92,13 @@ def _check_numbers(schema: dict[str, Any], param: str, place: str = "") -> None:
 def check_bounds(value: Any, param: str) -> None:
     """Wherever they stand, for a `$ref` may point anywhere. Those of a schema are within the range by now, where that
     says the same. Raises InvalidRequest."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    for key in INWARD if isinstance(value, dict) else ():
-        if isinstance(value.get(key), int | float) and abs(value[key]) > MAX_BOUND:
-            raise InvalidRequest(f"{param}: {key} is {value[key]}, must be from {-MAX_BOUND} to {MAX_BOUND}", param)
-    for one in inner:
+    if isinstance(value, dict):
+        for key in INWARD:
+            bound = value.get(key)
+            if isinstance(bound, int | float) and abs(bound) > MAX_BOUND:
+                raise InvalidRequest(f"{param}: {key} is {bound}, must be from {-MAX_BOUND} to {MAX_BOUND}", param)
+        value = list(value.values())
+    for one in value if isinstance(value, list) else ():
         check_bounds(one, param)
 
 
@@ -112,6 +115,19 @@ def _readable(bound: Any, inward: int) -> Any:
     return near if isinstance(near, int) else bound
 
 
+def _shut(schema: dict[str, Any], exclusive: str, inclusive: str, others: tuple[str, str]) -> None:
+    """llguidance lets a whole exclusive bound itself pass where the other bound is less than 1 away: then the bound
+    becomes the next number that is as good as another one."""
+    numbers = {key: value for key, value in schema.items() if key in INWARD and isinstance(value, int | float)}
+    bound, inward = numbers.get(exclusive), INWARD[exclusive]
+    if bound is None or bound != int(bound) or not any(0 < (numbers[key] - bound) * inward < 1
+                                                       for key in others if key in numbers):  # fmt: skip
+        return
+    del schema[exclusive]
+    near = bound + inward * max(1e-9, math.ulp(bound))
+    schema[inclusive] = near if inclusive not in numbers else sorted((near, numbers[inclusive]))[inward > 0]
+
+
 def _modern(schema: dict[str, Any]) -> dict[str, Any]:
     """Draft 4's exclusive bounds, which were flags, a keyword that says nothing, and bounds beyond what is read."""
     schema = {key: _modern_value(key, value) for key, value in schema.items()}
@@ -121,6 +137,8 @@ def _modern(schema: dict[str, Any]) -> dict[str, Any]:
     for key, inward in INWARD.items():
         if key in schema:
             schema[key] = _readable(schema[key], inward)
+    _shut(schema, "exclusiveMinimum", "minimum", ("maximum", "exclusiveMaximum"))
+    _shut(schema, "exclusiveMaximum", "maximum", ("minimum", "exclusiveMinimum"))
     if schema.get("uniqueItems") is False:
         del schema["uniqueItems"]
     return schema
