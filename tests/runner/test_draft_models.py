@@ -69,7 +69,11 @@ def test_the_target_as_its_own_draft_model_is_always_right(tokenizer: str, witho
 
 @pytest.mark.slow
 def test_so_it_is_with_rejection_and_a_seed_does_not_depend_on_the_batch(tokenizer: str):
-    with engine(tokenizer, draft_model(TARGET, "probabilistic"), max_num_batched_tokens=64) as llm:
+    options = dict(num_pages=None, max_num_batched_tokens=64)
+    with engine(tokenizer, draft_model(TARGET, "probabilistic"), **options) as llm:
+        memory = llm.service.engine._core._runner.memory
+        layers, tokens, keys_and_values, heads, head_dim, size = 3, 8, 2, 2, 16, 4
+        assert memory.page == 2 * layers * tokens * keys_and_values * heads * head_dim * size  # of both models
         together = run(llm, DRAWN)
         assert all_accepted(llm)
         assert [run(llm, DRAWN, prompts=[prompt])[0] for prompt in PROMPTS[:3]] == together[:3]
