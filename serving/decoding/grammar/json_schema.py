@@ -97,9 +97,20 @@ def check_bounds(value: Any, param: str) -> None:
             bound = value.get(key)
             if isinstance(bound, int | float) and abs(bound) > MAX_BOUND:
                 raise InvalidRequest(f"{param}: {key} is {bound}, must be from {-MAX_BOUND} to {MAX_BOUND}", param)
+        for key in EXACT:
+            _check_exact(value.get(key), f"{param}: {key}", param)
         value = list(value.values())
     for one in value if isinstance(value, list) else ():
         check_bounds(one, param)
+
+
+def _check_exact(value: Any, where: str, param: str) -> None:
+    """What is to be written as it stands. Whole numbers beyond 64 bits would come out rounded."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for one in inner:
+        _check_exact(one, where, param)
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise InvalidRequest(f"{where} has {value}, whole numbers must be within 64 bits", param)
 
 
 def _readable(bound: Any, inward: int) -> Any:

@@ -51,6 +51,7 @@ def refusal(grammars: Grammars, **outputs: object) -> InvalidRequest:
         ({"type": "integer", "minimum": 10**40}, "minimum is 1"),
         ({"$ref": "#/const", "const": {"type": "integer", "minimum": -(2**63), "maximum": 0}}, "minimum is -9"),
         ('{"const": NaN}', "is not JSON: Out of range float"),
+        ({"enum": [{"a": 2**64}]}, "enum has 18446744073709551616, whole numbers must be within 64 bits"),
         ({"const": 1e999}, "is not JSON: Out of range float"),
         ({"type": "object", "properties": {"a": STR, "b": STR}, "minProperties": 2}, "min/maxProperties"),
         (MANY, "too large"),

@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 from collections.abc import Iterable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -155,6 +156,13 @@ def test_a_string_of_one_code_point_may_be_outside_the_basic_plane(grammars: Gra
     assert grammars.accepts(grammars.matcher(json=schema), '"é"')
     assert not grammars.accepts(grammars.matcher(json=schema), '"ab"')
     assert not grammars.accepts(grammars.matcher(json=schema), '"\\ud83d\\ude00"'), "escapes stay out: one spelling"
+
+
+@pytest.mark.parametrize("low, high, inside", [(0, 0.5, "0.25"), (3, 3.5, "3.1"), (-0.5, 0, "-0.25"), (0, 2, "1.5")])
+def test_exclusive_bounds_are_left_out(grammars: Grammars, low: float, high: float, inside: str) -> None:
+    matcher = partial(grammars.matcher, json={"type": "number", "exclusiveMinimum": low, "exclusiveMaximum": high})
+    assert grammars.accepts(matcher(), inside)
+    assert not any(grammars.accepts(matcher(), text) for text in (str(low), str(high), "-0"))
 
 
 def test_a_key_has_one_spelling(grammars: Grammars) -> None:
