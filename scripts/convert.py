@@ -14,9 +14,9 @@ from typing import Any
 from checkpoints.errors import CheckpointError
 from checkpoints.open import open_checkpoint
 from checkpoints.orbax_folder import check_new, save_folder
-from serving.build import load_model
 from serving.config import Dtype, EngineConfig
 from serving.errors import ConfigError
+from serving.loading import load_model
 from serving.tokenizer.load import load_tokenizer
 
 

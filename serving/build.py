@@ -3,30 +3,18 @@
 Everything that this prints goes to standard error, for the one who started the service.
 """
 
-import math
 import sys
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 from msgspec import to_builtins
 
-from checkpoints.default_model import default_model_path
-from checkpoints.errors import CheckpointError
-from checkpoints.open import Checkpoint, open_checkpoint
-from model.build import Kernels, choose_kernels, model_rules, model_shapes
+from checkpoints.open import Checkpoint
 from model.config import ModelConfig
-from model.expert_options import ExpertOptions, ExpertsError
-from model.families.common import UnsupportedModel
-from model.families.registry import may_be_left_over, param_sources, read_config
+from model.families.registry import read_config
 from model.speculative.drafter import DeviceDrafter
-from model.transformer import Path as ParamPath
-from model.transformer import Transformer, param_axes, with_params
+from model.transformer import Transformer
 from model.typical_acceptance import Typical
 from serving.config import EngineConfig
 from serving.decoding.grammar.compiler import Compiler
@@ -44,117 +32,14 @@ from serving.engine.compiling import Compile
 from serving.engine.plan import Runner
 from serving.engine.speculating import tree_words
 from serving.errors import ConfigError
+from serving.loading import LoadedModel, expert_options, load, open_model, page_size
 from serving.report import start_report
 from serving.request import EngineInfo
 from serving.runner.compiler import use_persistent_cache
-from serving.runner.memory import PAGE_SIZE
-from serving.runner.placing import place_experts, stored_shape
 from serving.runner.runner import ModelRunner, RunnerConfig
 from serving.runner.shapes import DraftShapes, Spreading
 from serving.tokenizer.load import load_tokenizer
-from serving.weights import read_params
-from sharding.copies import without_copies
-from sharding.mesh import MeshError, make_mesh, parse_mesh
-from sharding.rules import AxisRules
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    model: Transformer
-    hf_config: Mapping[str, Any]
-    params: Mapping[ParamPath, jax.Array]
-    dtype: jnp.dtype
-    kernels: Kernels
-
-    @property
-    def stored_params(self) -> dict[ParamPath, jax.Array]:
-        """As a checkpoint has them: every kv head once."""
-        return {path: without_copies(self.model.rules, axes, self.params[path])
-                for path, (_, axes) in param_axes(self.model).items()}  # fmt: skip
-
-    @property
-    def num_parameters(self) -> int:
-        """Of the checkpoint: without redundant experts."""
-        once = ((axes, stored_shape(self.model, axes, shape)) for shape, axes in param_axes(self.model).values())
-        return sum(math.prod(shape) // math.prod(self.model.rules.copies.get(a, 1) for a in axes if a)
-                   for axes, shape in once)
-
-
-@contextmanager
-def _open(config: EngineConfig, progress: bool) -> Iterator[Checkpoint]:
-    """Whatever is wrong with the model within the block becomes one line that says what to do, a ConfigError."""
-    try:
-        with closing(open_checkpoint(config.model or default_model_path(progress))) as checkpoint:
-            yield checkpoint
-    except (CheckpointError, UnsupportedModel) as error:
-        raise ConfigError(f"--model: {error}") from error
-    except MeshError as error:
-        raise ConfigError(str(error)) from error
-
-
-def load_model(config: EngineConfig, *, progress: bool = False) -> LoadedModel:
-    """Weights on the mesh. Raises ConfigError."""
-    with _open(config, progress) as checkpoint:
-        return _load(checkpoint, read_config(checkpoint.config, config.max_model_len), config, Alone(), progress)
-
-
-def _load(
-    checkpoint: Checkpoint, config: ModelConfig, engine: EngineConfig, hosts: Hosts, progress: bool
-) -> LoadedModel:
-    mesh = make_mesh(parse_mesh(engine.mesh))
-    _check_hosts(mesh, hosts)
-    rules = model_rules(config, mesh, _expert_options(engine))
-    dtype = jnp.dtype(hosts.as_leader("dtype", choose_dtype()) if engine.dtype == "auto" else engine.dtype)
-    kernels = _kernels(config, engine, rules, dtype)
-    model = model_shapes(config, rules, kernels, dtype)
-    axes = param_axes(model)
-    params = read_params(model, rules, checkpoint, partial(param_sources, config),
-                         shape_of=partial(stored_shape, model), ignore=may_be_left_over(config), progress=progress)
-    params = place_experts(model, axes, params)
-    return LoadedModel(with_params(model, params), checkpoint.config, params, dtype, kernels)
-
-
-def _check_hosts(mesh: jax.sharding.Mesh, hosts: Hosts) -> None:
-    used = {device.process_index for device in mesh.devices.flat}
-    idle = [hosts.plan.name(rank) for rank in range(hosts.plan.count) if rank not in used]
-    if idle:
-        raise ConfigError(
-            f"--mesh uses {mesh.size} of {jax.device_count()} devices and none of {', '.join(idle)}; use "
-            f"--mesh {jax.device_count()}x1 or another of as many devices, or fewer hosts"
-        )
-
-
-def _kernels(config: ModelConfig, engine: EngineConfig, rules: AxisRules, dtype: jnp.dtype) -> Kernels:
-    try:
-        return choose_kernels(config, rules, dtype, attention_backend=engine.attention_backend,
-                              page_size=_page_size(engine), options=_expert_options(engine))  # fmt: skip
-    except (ExpertsError, MeshError) as error:
-        raise ConfigError(str(error)) from error
-    except ValueError as error:
-        raise ConfigError(f"--attention-backend and --block-size: {error}") from error
-
-
-def _expert_options(engine: EngineConfig) -> ExpertOptions:
-    return ExpertOptions(
-        parallel=engine.enable_expert_parallel, all2all=engine.all2all_backend, two_micro_batches=engine.enable_dbo,
-        redundant=engine.eplb_config.num_redundant_experts if engine.enable_eplb else None,
-    )  # fmt: skip
-
-
-def choose_dtype() -> str:
-    """bfloat16 on accelerators. On a CPU whichever multiplies faster: some do bfloat16 at twice the speed of float32,
-    others (and jax before 0.11) many times slower."""
-    if jax.default_backend() != "cpu":
-        return "bfloat16"
-    multiply = jax.jit(lambda x, w: jnp.einsum("td,df->tf", x, w, preferred_element_type=jnp.float32))
-    operands = {dtype: (jnp.ones((8, 1024), dtype), jnp.ones((1024, 4096), dtype)) for dtype in ("bfloat16", "float32")}
-    best = dict.fromkeys(operands, float("inf"))
-    for _ in range(20):  # in turn, and the best lap counts: other programs disturb both alike
-        for dtype, args in operands.items():
-            start = time.perf_counter()
-            jax.block_until_ready(multiply(*args))
-            best[dtype] = min(best[dtype], time.perf_counter() - start)
-    return "bfloat16" if best["bfloat16"] < best["float32"] else "float32"
+from sharding.mesh import parse_mesh
 
 
 @dataclass(frozen=True)
@@ -191,7 +76,7 @@ def _join(config: EngineConfig, progress: bool) -> Hosts:
     if config.hosts is None:
         return Alone()
     try:
-        with _open(config, progress) as checkpoint:
+        with open_model(config, progress) as checkpoint:
             entries = fingerprint(config, checkpoint.config, checkpoint.source)
     except ConfigError as error:
         if config.is_follower:
@@ -208,13 +93,13 @@ def _identity(built: Built) -> dict[str, str]:
 
 
 def _build(config: EngineConfig, hosts: Hosts, progress: bool) -> Built:
-    with _open(config, progress) as checkpoint:
+    with open_model(config, progress) as checkpoint:
         # What is quick comes first, so that a mistake shows before the weights are read.
         model = read_config(checkpoint.config, config.max_model_len)
         runner_config = _runner_config(config, model, hosts, progress)
         # Followers meet no text; where a generation ends is host 0's to see.
         tokenizer = None if config.is_follower else load_tokenizer(config.tokenizer or str(checkpoint.path))
-        loaded = _load(checkpoint, model, config, hosts, progress)
+        loaded = load(checkpoint, model, config, hosts, progress)
         drafter = _drafter(config, loaded, runner_config, checkpoint)
     runner = ModelRunner(loaded.model, runner_config, loaded.kernels, drafter)
     info = EngineInfo(
@@ -245,12 +130,6 @@ def _build(config: EngineConfig, hosts: Hosts, progress: bool) -> Built:
     return Built(runner, hosts, info, eos_ids, compile_grammar)
 
 
-def _page_size(config: EngineConfig) -> int:
-    """Of a page on all devices of the context axis together."""
-    on_a_device = config.block_size or PAGE_SIZE.get(jax.default_backend(), PAGE_SIZE["cpu"])
-    return on_a_device * parse_mesh(config.mesh).context
-
-
 def _spreading(config: EngineConfig, max_num_batched_tokens: int) -> Spreading | None:
     context, threshold = parse_mesh(config.mesh).context, config.context_parallel_threshold
     if context == 1:
@@ -275,7 +154,7 @@ def _drafter(config: EngineConfig, loaded: LoadedModel, runner: RunnerConfig, ch
     around = Surroundings(
         target=loaded.model, path=path, tokenizer=config.tokenizer or path, dtype=loaded.dtype,
         page_size=runner.page_size, max_num_seqs=runner.max_num_seqs, max_model_len=runner.max_model_len,
-        attention_backend=config.attention_backend, experts=_expert_options(config), progress=runner.progress,
+        attention_backend=config.attention_backend, experts=expert_options(config), progress=runner.progress,
     )  # fmt: skip
     return load_drafter(speculative, around)
 
@@ -323,7 +202,7 @@ def _runner_config(config: EngineConfig, model: ModelConfig, hosts: Hosts, progr
         max_num_batched_tokens=tokens,
         max_model_len=max_model_len,
         may_shorten=config.max_model_len is None,
-        page_size=_page_size(config),
+        page_size=page_size(config),
         num_pages=config.num_pages,
         memory_share=config.gpu_memory_utilization,
         spreading=_spreading(config, tokens),

@@ -46,13 +46,14 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "serving.weights": ("model.transformer", "sharding.*", "checkpoints.*"),
     "serving.drafters": ("serving.*", "model.*", "pallas_kernels.*.api", "quant.*", "sharding.*", "checkpoints.*"),
     "serving.build": ("serving.*", "model.*", "pallas_kernels.*.api", "quant.*", "sharding.*", "checkpoints.*"),
+    "serving.loading": ("serving.*", "model.*", "pallas_kernels.*.api", "quant.*", "sharding.*", "checkpoints.*"),
     "serving.report": ("serving.*", "model.*", "pallas_kernels.*.api", "quant.*", "sharding.*"),
     "serving.llm": ("serving.*", "checkpoints.default_model"),
     "serve": ("serving.*", "checkpoints.default_model", "checkpoints.errors"),  # and no jax: that is the core's
 }
 # Front ends and the scheduler start fast and stay light: jax is not loaded there, not even through others.
-WITHOUT_JAX = ("serving.engine", "serving.kv", "serving.decoding", "serving.api", "serving.tokenizer", "serving.validation",
-               "serving.metrics", "serving.flags", "serving.distributed.plan", "serve", *CONTRACTS)
+WITHOUT_JAX = ("serving.engine", "serving.kv", "serving.decoding", "serving.api", "serving.tokenizer",
+               "serving.validation", "serving.metrics", "serving.flags", "serving.distributed.plan", "serve", *CONTRACTS)
 
 
 def module_name(path: Path) -> str:

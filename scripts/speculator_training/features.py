@@ -20,7 +20,7 @@ from model.batch import StepBatch
 from model.config import ModelConfig
 from model.transformer import Transformer
 from scripts.speculator_training.text import Sequence_
-from serving.build import LoadedModel
+from serving.loading import LoadedModel
 
 STEP_TOKENS, STEP_ROWS = 2048, 32
 LOGITS_AT_ONCE = 128

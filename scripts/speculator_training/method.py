@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from model.config import ModelConfig
 from model.transformer import Transformer
 from scripts.speculator_training.batches import Batch
-from serving.build import LoadedModel
+from serving.loading import LoadedModel
 
 Params = dict[str, jax.Array]
 

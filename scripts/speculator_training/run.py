@@ -26,9 +26,9 @@ from scripts.speculator_training.objective import Acceptance, acceptance
 from scripts.speculator_training.prompts import built_in
 from scripts.speculator_training.text import Sequence_
 from scripts.speculator_training.training import Plan, train
-from serving.build import load_model
 from serving.config import EngineConfig
 from serving.llm import LLM
+from serving.loading import load_model
 from serving.request import SamplingParams
 
 WORK = Path.home() / ".cache" / "pageloom" / "speculators"

@@ -4,13 +4,11 @@ Tokens that a grammar leaves no choice about are appended here, unsampled. They 
 log-probabilities are asked for, once a row has computed those.
 """
 
-import time
 from collections.abc import Callable
 
 from serving.engine.plan import RowPlan, StepResult
 from serving.engine.scheduler_config import SchedulerConfig
 from serving.engine.sequence import Sequence
-from serving.engine.speculating import count_seconds
 from serving.request import EngineStats, FinishReason, Logprobs, TokenEvent
 
 
@@ -69,10 +67,8 @@ class Outputs:
                 return
         self._stats.generation_tokens += len(tokens)
         if seq.matcher is not None:
-            began = time.perf_counter()
             seq.matcher.accept(tokens)
             ending = self.force(seq, may_end=seq.request.sampling.logprobs is None)
-            count_seconds(self._stats, began)
             if seq.request.sampling.logprobs is None:
                 self._tell_forced(seq, event, 0, [])
             if ending is not None:

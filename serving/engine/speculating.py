@@ -4,7 +4,6 @@ A draft is cut where the tokens after it would be chosen by other rules than a v
 (`min_tokens`), where the sequence has to end, and where the grammar does not allow it.
 """
 
-import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,9 +51,7 @@ class Speculation:
             return draft, None
         tokens, parents = (draft.tokens, draft.parent_of) if draft is not None else (_NOTHING, _NOTHING)
         masks = np.zeros((len(tokens) + 1, seq.mask_words), np.int32)
-        began = time.perf_counter()
         valid = matcher.masks(tokens, parents, masks)
-        count_seconds(self._stats, began)
         if draft is None or valid.all():
             return draft, masks
         kept = draft.only(valid)
@@ -113,11 +110,6 @@ class Speculation:
 
 
 _NOTHING = np.zeros(0, np.int32)
-
-
-def count_seconds(stats: EngineStats, began: float) -> None:
-    """Of work on grammars, which is a part of scheduling."""
-    stats.step_seconds["grammar"] = stats.step_seconds.get("grammar", 0.0) + time.perf_counter() - began
 
 
 def speculation_parts(config: SpeculativeConfig | None) -> SpeculationParts | None:

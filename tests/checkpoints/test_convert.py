@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from scripts.convert import main
-from serving.build import load_model
 from serving.config import EngineConfig
+from serving.loading import load_model
 from serving.tokenizer.load import load_tokenizer
 
 GOLDENS = Path(__file__).parents[1] / "goldens"

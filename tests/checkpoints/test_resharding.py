@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from checkpoints.orbax_folder import save_folder
-from serving.build import LoadedModel, load_model
 from serving.config import EngineConfig
+from serving.loading import LoadedModel, load_model
 from tests.checkpoints.llama import write_llama
 
 GOLDENS = Path(__file__).parents[1] / "goldens"

@@ -12,8 +12,8 @@ from scripts.planning.compiling import compile_plan, compiler_devices
 from scripts.planning.placement import MeshLayout, Sizes, devices_of, place
 from scripts.planning.plan import memory_of
 from scripts.planning.topology import parse_topology
-from serving.build import load_model
 from serving.config import EngineConfig
+from serving.loading import load_model
 from serving.runner.runner import ModelRunner, RunnerConfig
 from sharding.mesh import parse_mesh
 

@@ -21,11 +21,11 @@ from scripts.speculator_training.export import stored_dtype
 from scripts.speculator_training.method import Frozen, Method, Params, Target
 from scripts.speculator_training.run import fit, make_method, most_frequent
 from scripts.train_speculator import main, parse
-from serving.build import LoadedModel, load_model
 from serving.config import EngineConfig
 from serving.decoding.speculation.config import SpeculativeConfig
 from serving.drafters.loading import Surroundings
 from serving.drafters.make import load_drafter
+from serving.loading import LoadedModel, load_model
 from serving.request import SamplingParams
 from tests.model import eagle_reference as reference
 from tests.model import harness
