@@ -111,8 +111,13 @@ def test_a_stop_string_may_stand_in_what_is_forced(llm: LLM):
     assert len(cut.logprobs) == len(cut.token_ids)
 
 
-@pytest.mark.parametrize("other", [{"min_tokens": 64}, {"ignore_eos": True}, {"min_tokens": 9, "logprobs": 1}], ids=str)
-def test_the_end_of_the_grammar_wins(llm: LLM, other: dict[str, Any]):
+@pytest.mark.parametrize(
+    "other",
+    [{"min_tokens": 64}, {"ignore_eos": True}, {"min_tokens": 9, "logprobs": 1}, {"allowed_token_ids": (5, 6)},
+     {"bad_words": ('{"', "1", "2")}, {"logit_bias": {2: -100.0}}, {"top_k": 1, "min_p": 1.0}],
+    ids=str,
+)  # fmt: skip
+def test_the_grammar_wins(llm: LLM, other: dict[str, Any]):
     small = StructuredOutputs(json=obj(a={"enum": [1, 2]}))
     for temperature in (0.0, 1.0):
         [output] = run(llm, person(structured_outputs=small, temperature=temperature, **other))
