@@ -41,4 +41,4 @@ def _check_schemas(lark: str, param: str) -> None:
             schema, _ = json.JSONDecoder().raw_decode(lark, match.end())
         except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"{param}: what follows %json is not JSON: {error}", param) from None
-        check_bounds(schema, f"{param}: %json")
+        check_bounds(schema, param, f"{param}: %json")

@@ -89,19 +89,20 @@ def _check_numbers(schema: dict[str, Any], param: str, place: str = "") -> None:
         _check_numbers(inner, param, f"{place}/{name}")
 
 
-def check_bounds(value: Any, param: str) -> None:
+def check_bounds(value: Any, param: str, where: str = "") -> None:
     """Wherever they stand, for a `$ref` may point anywhere. Those of a schema are within the range by now, where that
-    says the same. Raises InvalidRequest."""
+    says the same. where: of the parameter, for the message. Raises InvalidRequest."""
+    where = where or param
     if isinstance(value, dict):
         for key in INWARD:
             bound = value.get(key)
             if isinstance(bound, int | float) and abs(bound) > MAX_BOUND:
-                raise InvalidRequest(f"{param}: {key} is {bound}, must be from {-MAX_BOUND} to {MAX_BOUND}", param)
+                raise InvalidRequest(f"{where}: {key} is {bound}, must be from {-MAX_BOUND} to {MAX_BOUND}", param)
         for key in EXACT:
-            _check_exact(value.get(key), f"{param}: {key}", param)
+            _check_exact(value.get(key), f"{where}: {key}", param)
         value = list(value.values())
     for one in value if isinstance(value, list) else ():
-        check_bounds(one, param)
+        check_bounds(one, param, where)
 
 
 def _check_exact(value: Any, where: str, param: str) -> None:
