@@ -111,6 +111,7 @@ def checks_for(target: Target) -> Iterator[Check]:
     from scripts.aot.cases import CASES, KIND
     from scripts.aot.experts import LAYERS
     from scripts.aot.models import STEPS
+    from scripts.aot.step import verifying_shape
     from serving.runner.shapes import StepShape
 
     for case in CASES:
@@ -123,6 +124,11 @@ def checks_for(target: Target) -> Iterator[Check]:
         native, latent = KIND[target.device.platform], "kv_lora_rank" in step.hf
         if "context" in step.mesh:
             yield from context_checks(target, step)
+            continue
+        if step.speculation is not None:
+            shape = verifying_shape(step)
+            yield Check(name=f"step {step.name} {shape} ({native})", quick=False,
+                        run=partial(check_step, target, step, native, shape))  # fmt: skip
             continue
         # XLA refuses latent attention on TPUs. --quick leaves steps in XLA out, which may copy the cache on TPUs.
         for backend in (native,) if latent and target.device.platform == "tpu" else (native, "xla"):

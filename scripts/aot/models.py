@@ -85,6 +85,7 @@ class StepConfig:
     """A whole model for the serving step: its config.json, how it is divided, and the step's sizes.
 
     max_model_len in tokens; kv_bytes: KV cache of a device, large, so that a copy of one layer of it would show.
+    speculation: as in --speculative-config, of an EAGLE-3 head, whose config.json is `head`.
     """
 
     name: str
@@ -95,6 +96,8 @@ class StepConfig:
     max_num_seqs: int
     num_tokens: int
     kv_bytes: int
+    speculation: dict[str, Any] | None = None
+    head: dict[str, Any] | None = None
 
 
 _LLAMA3_8B = {
@@ -103,17 +106,28 @@ _LLAMA3_8B = {
     "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500000, "tie_word_embeddings": False,
 }
 
+_SMOLLM2 = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 576, "intermediate_size": 1536,
+    "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152,
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 100000, "tie_word_embeddings": True,
+}
+_SMOLLM2_STEP: dict[str, Any] = dict(hf=_SMOLLM2, max_model_len=8192, kv_bytes=4 << 30)
+_EAGLE3 = {"method": "eagle3", "model": "head"}
+_SMOLLM2_HEAD: dict[str, Any] = dict(
+    head={**_SMOLLM2, "num_hidden_layers": 1, "draft_vocab_size": 16384}, num_tokens=256, mesh="1x1"
+)
+
 STEPS = {
     step.name: step
     for step in (
+        StepConfig(name="smollm2-135m", mesh="1x1", max_num_seqs=64, num_tokens=512, **_SMOLLM2_STEP),
         StepConfig(
-            name="smollm2-135m", mesh="1x1", max_model_len=8192, max_num_seqs=64, num_tokens=512, kv_bytes=4 << 30,
-            hf={
-                "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 576,
-                "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
-                "vocab_size": 49152, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 100000,
-                "tie_word_embeddings": True,
-            },
+            name="smollm2-135m eagle3 chain", max_num_seqs=16, **_SMOLLM2_STEP, **_SMOLLM2_HEAD,
+            speculation={**_EAGLE3, "num_speculative_tokens": 3},
+        ),
+        StepConfig(
+            name="smollm2-135m eagle3 tree", max_num_seqs=4, **_SMOLLM2_STEP, **_SMOLLM2_HEAD,
+            speculation={**_EAGLE3, "num_speculative_tokens": 31, "eagle_topk": 4, "eagle_num_steps": 4},
         ),
         StepConfig(
             name="llama3-8b/8", mesh="8x1", max_model_len=8192, max_num_seqs=64, num_tokens=1024, kv_bytes=8 << 30,
