@@ -7,6 +7,8 @@ from itertools import pairwise
 from random import Random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from serving.decoding.speculation.acceptance import Acceptance
 from serving.decoding.speculation.adaptive import MARGIN, GoodputLength
@@ -137,6 +139,28 @@ def test_choices_need_no_observations():
     assert [length.choose(3) for _ in range(100)] == [0] * 100
     length.observe_rows(4, [])
     assert length.choose(3) == 0
+
+
+@given(
+    calls=st.lists(
+        st.one_of(
+            st.tuples(st.just("choose"), st.integers(0, 40)),
+            st.tuples(st.just("step"), st.integers(1, 40), st.sampled_from([0, 2, 6]), st.floats(1e-4, 10)),
+            st.tuples(st.just("rows"), st.sampled_from([2, 6]), st.lists(st.integers(0, 2), max_size=5)),
+        ),
+        max_size=200,
+    ),
+    on_device=st.booleans(),
+)
+@settings(deadline=None, max_examples=60)
+def test_any_observations_in_any_order(calls, on_device):
+    """Steps come back late, with fewer rows than they were chosen for, or not at all."""
+    length = GoodputLength((2, 6), on_device=on_device)
+    for kind, *values in calls:
+        if kind == "choose":
+            assert length.choose(*values) in (0, 2, 6)
+        else:
+            {"step": length.observe_step, "rows": length.observe_rows}[kind](*values)
 
 
 def test_acceptance_is_of_all_rows():

@@ -2,9 +2,9 @@
 second, by measured acceptance and measured step times.
 
 Acceptance is a property of the text and of the drafter, step times are of the number of rows too. A number of rows (to
-the next power of two) that is new tries the lengths in turn, short ones first, and leaves out those that could not pay
-even if they cost no more than the one before. Later each other length is tried again from time to time, for a few
-steps: as often as what that loses stays within TRIAL_SHARE of the time.
+the next power of two) that is new begins with what the nearest one does and tries the other lengths in turn, short ones
+first, without those that could not pay even if they cost no more than the one before. Later each other length is tried
+again from time to time, for a few steps: as often as what that loses stays within TRIAL_SHARE of the time.
 
 Without drafts a drafter on the device is not run, and has gaps in its own cache afterwards: there none at all is tried
 again rarely.
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from serving.decoding.speculation.acceptance import Acceptance
 
+FIRST_STEPS = 3  # of the first trial of a length; one is not observed, as the first after a change
 TRIAL_SHARE = 0.01  # of the time, lost by trying lengths that are not the best
 TRIAL_INTERVAL = 64  # steps between two trials, though they cost nothing
 RARELY = 16  # times as many steps
@@ -52,20 +53,22 @@ class GoodputLength:
         if rows not in self._batches:
             intervals = dict.fromkeys(self._lengths, TRIAL_INTERVAL)
             intervals[0] *= RARELY if self._on_device else 1
-            self._batches[rows] = _Batch(intervals, trial_steps=4 + 4 // rows)
+            nearest = min(self._batches, key=lambda other: max(other, rows) // min(other, rows), default=None)
+            start = 0 if nearest is None else self._batches[nearest].current
+            self._batches[rows] = _Batch(intervals, trial_steps=4 + 4 // rows, start=start)
         return self._batches[rows]
 
 
 class _Batch:
     """What is known of steps with one number of rows."""
 
-    def __init__(self, intervals: dict[int, int], trial_steps: int):
-        """intervals: the lengths, with the steps between two trials of each at least."""
+    def __init__(self, intervals: dict[int, int], trial_steps: int, start: int):
+        """intervals: the lengths, with the steps between two trials of each at least. start: the first length."""
         self._lengths, self._intervals, self._trial_steps = tuple(intervals), intervals, trial_steps
         self._seconds: dict[int, float] = {}  # of a step, by length
         self._num_seen = dict.fromkeys(intervals, 0)
         self._age = dict.fromkeys(intervals, 0)  # steps since it was tried
-        self._current = 0
+        self.current = start
         self._num_entered = 0  # steps observed since the current one was chosen
         self._trial, self._trial_left = 0, 0
         self._credit = 0.0  # seconds that may be lost by trying
@@ -76,7 +79,7 @@ class _Batch:
         if self._trial_left:
             self._trial_left -= 1
             return self._trial
-        return self._current
+        return self.current
 
     def observe(self, length: int, seconds: float) -> None:
         self._credit += TRIAL_SHARE * seconds
@@ -86,9 +89,9 @@ class _Batch:
         self._num_seen[length] += 1
         expected = self._seconds.setdefault(length, seconds)
         seconds = min(max(seconds, expected / OUTLIER), expected * OUTLIER)
-        if length == self._current:
+        if length == self.current:
             self._num_entered += 1
-        if length == self._current and self._num_entered > ENTRY_STEPS:
+        if length == self.current and self._num_entered > ENTRY_STEPS:
             # Contexts grow and machines slow down: what lasts longer than it did would with other lengths, too.
             change = 1 + RATE * (seconds / expected - 1)
             for other in self._seconds:
@@ -98,26 +101,26 @@ class _Batch:
 
     def _decide(self, acceptance: Acceptance) -> None:
         goodput = {k: acceptance.expected_tokens(k) / seconds for k, seconds in self._seconds.items()}
-        for length in self._lengths:
+        for length in (self.current, *self._lengths):
             if length not in self._seconds and self._could_pay(length, acceptance, max(goodput.values(), default=0.0)):
-                self._try(length, acceptance)
+                self._try(length, FIRST_STEPS)
                 return
         best = max(goodput, key=goodput.__getitem__)
-        if best != self._current and goodput[best] > (1 + MARGIN) * goodput[self._current]:
-            self._current, self._num_entered = best, 0
-        others = [k for k, interval in self._intervals.items() if k != self._current and self._age[k] >= interval]
-        if not others or min(age for k, age in self._age.items() if k != self._current) < TRIAL_INTERVAL:
+        if goodput[best] > (1 + MARGIN) * goodput.get(self.current, 0.0):
+            self.current, self._num_entered = best, 0
+        others = [k for k, interval in self._intervals.items() if k != self.current and self._age[k] >= interval]
+        if not others or min(age for k, age in self._age.items() if k != self.current) < TRIAL_INTERVAL:
             return
-        losses = {k: self._loss(k, acceptance, goodput[self._current]) for k in others}
+        losses = {k: self._loss(k, acceptance, goodput[self.current]) for k in others}
         length = min(losses, key=lambda k: losses[k] / self._age[k])
         if losses[length] <= self._credit:
             self._credit -= losses[length]
-            self._try(length, acceptance)
+            if length > self.current:
+                acceptance.age()
+            self._try(length, self._trial_steps)
 
-    def _try(self, length: int, acceptance: Acceptance) -> None:
-        if length > self._current:
-            acceptance.age()
-        self._trial, self._trial_left = length, self._trial_steps
+    def _try(self, length: int, num_steps: int) -> None:
+        self._trial, self._trial_left = length, num_steps
         self._age[length] = 0
 
     def _could_pay(self, length: int, acceptance: Acceptance, best: float) -> bool:
