@@ -142,7 +142,8 @@ class Drafters:
             "fc.weight": self._normal(DIM, 3 * DIM), "lm_head.weight": self._normal(draft_vocab, DIM),
             "d2t": np.arange(draft_vocab) * 3, "t2d": np.isin(np.arange(VOCAB), np.arange(draft_vocab) * 4),
         }  # fmt: skip
-        return self._write("eagle3", self._hf(draft_vocab_size=draft_vocab), weights)
+        config = self._hf(draft_vocab_size=draft_vocab, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+        return self._write("eagle3", config, weights)
 
     @cached_property
     def _dflash(self) -> Path:
