@@ -82,7 +82,7 @@ def load(
     kernels = _kernels(config, engine, rules, dtype)
     model = model_shapes(config, rules, kernels, dtype)
     axes = param_axes(model)
-    params = read_params(model, rules, checkpoint, partial(param_sources, config),
+    params = read_params(model, rules, checkpoint.source or checkpoint.path, partial(param_sources, config),
                          shape_of=partial(stored_shape, model), ignore=may_be_left_over(config), progress=progress)
     params = place_experts(model, axes, params)
     return LoadedModel(with_params(model, params), checkpoint.config, params, dtype, kernels)

@@ -26,7 +26,7 @@ def load_draft_model(config: SpeculativeConfig, around: Surroundings) -> DraftMo
         _check_tokenizers(around, checkpoint)
         rules, kernels = around.rules_and_kernels(drafter)
         model = model_shapes(drafter, rules, kernels, around.dtype)
-        params = read_params(model, rules, checkpoint, partial(param_sources, drafter),
+        params = read_params(model, rules, checkpoint.source or checkpoint.path, partial(param_sources, drafter),
                              ignore=may_be_left_over(drafter), progress=around.progress)  # fmt: skip
     return DraftModel(with_params(model, params), kernels, around.spare_pages(config.most), max_drafts=config.most,
                       sampling=config.draft_sample_method)  # fmt: skip

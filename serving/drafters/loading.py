@@ -3,13 +3,12 @@
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 import jax.numpy as jnp
 from flax import nnx
 
 from checkpoints.errors import CheckpointError
-from checkpoints.load import load_params
 from checkpoints.open import Checkpoint, open_checkpoint
 from checkpoints.tensors import ParamSource, TensorSource
 from model.build import Kernels, choose_kernels, model_rules
@@ -17,10 +16,10 @@ from model.config import ModelConfig
 from model.expert_options import DEFAULT, ExpertOptions
 from model.families.common import UnsupportedModel
 from model.speculative.common import SparePages
-from model.transformer import Path, Transformer, param_axes, param_dtypes, with_params
+from model.transformer import Path, Transformer, with_params
 from serving.decoding.speculation.config import FLAG, SpeculativeConfig
 from serving.errors import ConfigError
-from sharding.copies import stored_layout, with_copies
+from serving.weights import read_params
 from sharding.mesh import MeshError
 from sharding.rules import AxisRules
 
@@ -91,11 +90,5 @@ def load_weights(module: Module, rules: AxisRules, source: TensorSource, sources
                  ignore: Collection[str] = (), progress: bool) -> Module:  # fmt: skip
     """The module, made of shapes, with the tensors that `sources` names for each of its parameters. ignore: names or
     patterns of tensors that may be left over."""
-    model = cast(Any, module)  # these ask for parameters with axes only
-    axes = param_axes(model)
-    stored = {path: stored_layout(rules, names, shape) for path, (shape, names) in axes.items()}
-    shapes = {path: shape for path, (shape, _) in stored.items()}
-    shardings = {path: sharding for path, (_, sharding) in stored.items()}
-    params = load_params(source, sources, shapes, shardings, param_dtypes(model), ignore=ignore, progress=progress)
-    held = {path: with_copies(rules, names, shape, params[path]) for path, (shape, names) in axes.items()}
-    return cast(Module, with_params(model, held))
+    params = read_params(module, rules, source, lambda paths: sources, ignore=ignore, progress=progress)
+    return with_params(module, params)

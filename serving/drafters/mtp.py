@@ -26,6 +26,6 @@ def load_mtp(config: SpeculativeConfig, around: Surroundings) -> MTP:
         make = partial(MTP, of_layer, rules, kernels, around.spare_pages(most - 1), max_drafts=most,
                        sampling=config.draft_sample_method, dtype=around.dtype)  # fmt: skip
         module = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
-        params = read_params(module, rules, checkpoint, partial(mtp_sources, target), ignore=("*",),
-                             progress=around.progress)  # fmt: skip
+        params = read_params(module, rules, checkpoint.source or checkpoint.path, partial(mtp_sources, target),
+                             ignore=("*",), progress=around.progress)  # fmt: skip
     return with_params(module, params)
