@@ -114,6 +114,19 @@ def test_drafters_on_the_device_are_rarely_stopped_to_see_what_that_is_like():
     assert set(simulation.chosen[20:]) == {0, *lengths} and simulation.chosen[20:].count(0) <= 2 * 5
 
 
+def test_a_slow_first_step_is_not_held_against_a_length():
+    calls: list[int] = []
+
+    def seconds(k: int) -> float:
+        calls.append(k)
+        slow = k and calls.count(k) == 3  # after one for the ideal and one that is not looked at
+        return 0.02 * (1 + 0.05 * k) * (20 if slow else 1)
+
+    simulation = Simulation(GoodputLength((1, 3, 8)), 4, seconds)
+    simulation.run(200, 0.9, (1, 3, 8))
+    assert simulation.most_chosen(last=100) == 8
+
+
 def test_rows_of_other_numbers_have_other_lengths():
     length = GoodputLength((1, 3, 8))
     few = Simulation(length, 1, lambda k: 0.01 * (1 + 0.02 * k))

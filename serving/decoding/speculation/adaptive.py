@@ -96,8 +96,10 @@ class _Batch:
             change = 1 + RATE * (seconds / expected - 1)
             for other in self._seconds:
                 self._seconds[other] *= change
+        elif self._num_seen[length] < FIRST_STEPS:
+            self._seconds[length] = min(seconds, expected)  # one that is slow by accident would not be tried again soon
         else:
-            self._seconds[length] += max(ENTRY_RATE, 1 / self._num_seen[length]) * (seconds - expected)
+            self._seconds[length] += ENTRY_RATE * (seconds - expected)
 
     def _decide(self, acceptance: Acceptance) -> None:
         goodput = {k: acceptance.expected_tokens(k) / seconds for k, seconds in self._seconds.items()}
