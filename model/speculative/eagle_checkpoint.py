@@ -5,6 +5,7 @@ Folders as of SafeAILab/EAGLE and what was trained after it (vLLM, SGLang and Sp
 read from safetensors.
 """
 
+import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,10 @@ _OF_TRAINING = ("architectures", "auto_map", "dtype", "model_type", "speculators
 # It leaves out of the layer's config what is as in transformers' LlamaConfig.
 _LLAMA_DEFAULTS = dict(model_type="llama", vocab_size=32000, hidden_size=4096, intermediate_size=11008,
                        num_attention_heads=32)  # fmt: skip
+# What `eagle_config` may say, beside the layers: what an EAGLE-3 head is. None: anything.
+_NESTED = dict(eagle_aux_hidden_state_layer_ids=None, use_aux_hidden_state=True, use_last_layernorm=True,
+               use_input_layernorm_in_first_layer=True, use_mtp_layernorm=False, next_layer_regular=None,
+               parallel_draft_step=1, parallel_draft_heads_num_layers=None)  # fmt: skip
 FROZEN = ("embed_tokens.weight",)  # EAGLE-1 has a copy of the target's embeddings, which its training leaves alone
 
 
@@ -73,6 +78,10 @@ def read_eagle3(hf: Mapping[str, Any], target: ModelConfig, context: int | None)
 
 
 def _read_layer(hf: Mapping[str, Any], target: ModelConfig, context: int | None) -> ModelConfig:
+    if hf.get("model_type") == "llama" and hf.get("use_sliding_window", True) is False:
+        # A Llama's layer for a Qwen comes with these of Qwen's config, which say that there is no window.
+        of_qwen = ("use_sliding_window", "sliding_window", "max_window_layers")
+        hf = {key: hf[key] for key in hf if key not in of_qwen}
     model = read_config(hf, context)
     if model.num_layers != 1:
         raise ValueError(f"num_hidden_layers={model.num_layers} of an EAGLE head is not supported, only 1")
@@ -87,8 +96,9 @@ def _read_layer(hf: Mapping[str, Any], target: ModelConfig, context: int | None)
 def _taps(ids: Any, nested: Mapping[str, Any] | None, target: ModelConfig) -> tuple[int, ...]:
     """Layers whose inputs are wanted: vLLM's ids mean that too, SGLang's (in `eagle_config`) the layers' outputs."""
     count, nested = target.num_layers, nested or {}
-    if nested.get("use_aux_hidden_state", True) is not True:
-        raise ValueError("eagle_config.use_aux_hidden_state=false: an EAGLE-3 head without features is not supported")
+    for key, value in nested.items():
+        if key not in _NESTED or (_NESTED[key] is not None and value is not None and value != _NESTED[key]):
+            raise ValueError(f"eagle_config.{key}={json.dumps(value)} of an EAGLE-3 head is not supported")
     if ids:
         taps, what = [int(layer) for layer in ids], "eagle_aux_hidden_state_layer_ids"
     elif outputs := nested.get("eagle_aux_hidden_state_layer_ids"):

@@ -200,6 +200,8 @@ REFUSED = {
     "unknown key": (dict(surprise=1), {}, "surprise"),
     "left over": ({}, {"extra.weight": np.zeros(3, np.float32)}, "left-over tensors: extra.weight"),
     "another norm": (dict(norm_before_fc=True), {}, "norm_before_fc=true"),
+    "another kind": (dict(eagle_config={"use_mtp_layernorm": True}), {}, "eagle_config.use_mtp_layernorm=true"),
+    "a window": (dict(use_sliding_window=True, sliding_window=64), {}, "sliding_window"),
     "layers beyond": (dict(eagle_aux_hidden_state_layer_ids=[1, 2, 9]), {}, r"\[1, 2, 9\] are not all in 0 to 4"),
     "map twice": ({}, {"d2t": np.zeros(20, np.int64) - np.arange(20)}, "or one twice"),
     "maps differ": ({}, {"t2d": np.ones(48, bool)}, "d2t and t2d name different tokens"),
@@ -219,7 +221,10 @@ def test_layers_of_the_config(tmp_path: Path) -> None:
     tensors = reference.eagle3_tensors(np.random.default_rng(9))
     given = {"draft_vocab_size": reference.DRAFT_VOCAB}
     assert load(write(tmp_path / "a", tensors, **given), "eagle3", 3).taps == (2, 2, 1)
-    nested = given | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True}}
+    nested = given | {"eagle_config": {
+        "eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True, "use_last_layernorm": True,
+        "use_input_layernorm_in_first_layer": True, "use_mtp_layernorm": False, "parallel_draft_step": None,
+    }, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}  # fmt: skip
     assert load(write(tmp_path / "b", tensors, **nested), "eagle3", 3).taps == (1, 2, 3)
 
 
