@@ -88,18 +88,17 @@ class _Batch:
         self._age[length] = 0
         self._num_seen[length] += 1
         expected = self._seconds.setdefault(length, seconds)
-        seconds = min(max(seconds, expected / OUTLIER), expected * OUTLIER)
+        usual = min(max(seconds, expected / OUTLIER), expected * OUTLIER)
         if length == self.current:
             self._num_entered += 1
-        if length == self.current and self._num_entered > ENTRY_STEPS:
-            # Contexts grow and machines slow down: what lasts longer than it did would with other lengths, too.
-            change = 1 + RATE * (seconds / expected - 1)
+        if self._num_seen[length] < FIRST_STEPS:
+            self._seconds[length] = min(seconds, expected)  # one that is slow by accident would not be tried again soon
+        elif length != self.current or self._num_entered <= ENTRY_STEPS:
+            self._seconds[length] += ENTRY_RATE * (usual - expected)
+        else:  # contexts grow and machines slow down: what lasts longer than it did would with other lengths, too
+            change = 1 + RATE * (usual / expected - 1)
             for other in self._seconds:
                 self._seconds[other] *= change
-        elif self._num_seen[length] < FIRST_STEPS:
-            self._seconds[length] = min(seconds, expected)  # one that is slow by accident would not be tried again soon
-        else:
-            self._seconds[length] += ENTRY_RATE * (seconds - expected)
 
     def _decide(self, acceptance: Acceptance) -> None:
         goodput = {k: acceptance.expected_tokens(k) / seconds for k, seconds in self._seconds.items()}
