@@ -47,8 +47,9 @@ def drafter_of(network: EagleNetwork, kernels: Kernels, config: SpeculativeConfi
 
 
 def tree_of(config: SpeculativeConfig) -> Tree | None:
-    if config.speculative_token_tree is not None:
-        return StaticTree.of(config.speculative_token_tree)
+    if (paths := config.speculative_token_tree) is not None:
+        is_chain = all(path == (0,) * depth for depth, path in enumerate(paths, 1))  # as vLLM writes one
+        return None if is_chain else StaticTree.of(paths)
     if config.eagle_topk == 1:
         return None
     return DynamicTree(top_k=config.eagle_topk, depth=config.eagle_num_steps or min(DEPTH, config.most))

@@ -228,6 +228,12 @@ def test_layers_of_the_config(tmp_path: Path) -> None:
     assert load(write(tmp_path / "b", tensors, **nested), "eagle3", 3).taps == (1, 2, 3)
 
 
+def test_a_tree_that_is_a_chain_is_drafted_as_one(tmp_path: Path) -> None:
+    folder, _, _ = kind("eagle3", tmp_path)
+    drafter = load(folder, "eagle3", speculative_token_tree="[(0,), (0, 0), (0, 0, 0)]")
+    assert drafter.tree is None and drafter.max_drafts == 3
+
+
 def test_a_tree_wider_than_the_head_is_refused(tmp_path: Path) -> None:
     folder, _, _ = kind("eagle3", tmp_path)
     with pytest.raises(ConfigError, match="21 children of a token is wider than the head's vocabulary of 20"):
