@@ -29,7 +29,7 @@ from serving.request import SamplingParams
 
 OFF = "off"
 DEFAULTS = (
-    '{"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2, "prompt_lookup_max": 5}',
+    '{"method": "ngram", "num_speculative_tokens": 8}',
     '{"method": "suffix", "num_speculative_tokens": 8}',
 )
 

@@ -52,7 +52,7 @@ def test_bounds_of_the_lookup_follow_each_other():
     def lookup(**keys):
         return SpeculativeConfig.of(NGRAM | keys).lookup
 
-    assert lookup() == (5, 5)
+    assert lookup() == (2, 5)
     assert lookup(prompt_lookup_max=3) == lookup(prompt_lookup_min=3) == (3, 3)
     assert lookup(prompt_lookup_min=2, prompt_lookup_max=7) == (2, 7)
 

@@ -52,7 +52,7 @@ class SpeculativeConfig:
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = None
     adaptive: bool = True  # choose the length from measured acceptance and step times; with a table, it decides
 
-    prompt_lookup_max: int | None = None  # tokens that must match; None: as the other bound, or 5
+    prompt_lookup_max: int | None = None  # tokens that must match; None: as the other bound, neither: 2 to 5
     prompt_lookup_min: int | None = None
 
     suffix_decoding_max_tree_depth: int = 24  # tokens of context and drafts together
@@ -145,7 +145,7 @@ class SpeculativeConfig:
     def lookup(self) -> tuple[int, int]:
         """Fewest and most tokens that an n-gram's match has."""
         least, most = self.prompt_lookup_min, self.prompt_lookup_max
-        return least or most or 5, most or least or 5
+        return least or most or 2, most or least or 5
 
     def _check_ranges(self) -> None:
         at_least = {
