@@ -18,6 +18,8 @@ MARKS = ("[TOOL_CALLS]", "[ARGS]", "<|start|>", "<|channel|>", "<|message|>", "<
 ADD = Tool("add", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"],
                    "additionalProperties": False})  # fmt: skip
 ANY = Tool("any")
+TREE = Tool("tree", {"type": "object", "required": ["kind"], "additionalProperties": False, "$defs": {"kind": {
+    "enum": ["oak", "$ref"]}}, "properties": {"kind": {"$ref": "#/$defs/kind"}, "next": {"$ref": "#"}}})  # fmt: skip
 THOUGHT = "<|channel|>analysis<|message|>Hm. [{<|end|><|start|>assistant<|channel|>final<|message|>"
 OPENED, CLOSED = "<think>\n", "<think>\n\n</think>\n\n"
 BOTH = '[{"name": "add", "parameters": {"a": 1}}, {"name": "any", "parameters": {"x": [1, "y"]}}]'
@@ -45,6 +47,11 @@ def compiler():
     (form("required", ADD, ANY), "", '[{"name": "add", "parameters": {}', False),
     (form("required", ADD, ANY, parallel=False), "", BOTH.partition(', {')[0] + "]", True),
     (form("required", ADD, ANY, parallel=False), "", BOTH, False),
+    # References in a tool's schema start from there.
+    (form("named", TREE), "", '{"kind": "oak", "next": {"kind": "$ref"}}', True),
+    (form("required", ADD, TREE), "",
+     '[{"name": "tree", "parameters": {"kind": "oak", "next": {"kind": "oak"}}}]', True),
+    (form("required", ADD, TREE), "", '[{"name": "tree", "parameters": {"kind": "elm', False),
     # Reasoning first, where there is any.
     (form("required", ADD, ANY, reasoning="qwen3"), OPENED, f"Hm. [{{\n</think>\n\n{BOTH}", True),
     (form("required", ADD, ANY, reasoning="qwen3"), OPENED, "Hm.</think>no", False),

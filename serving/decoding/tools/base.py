@@ -31,14 +31,31 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
     return tool.parameters or {"type": "object", "properties": {}}
 
 
-def call_schema(tool: Tool) -> dict[str, Any]:
-    """Of a call as an object."""
+def call_schema(tool: Tool, place: str = "#") -> dict[str, Any]:
+    """Of a call as an object. place: where it will stand in the whole schema."""
+    parameters = arguments_schema(tool)
+    if "$id" not in parameters:  # which a reference would start from
+        parameters = _moved(parameters, f"{place}/properties/parameters")
     return {
         "type": "object",
-        "properties": {"name": {"const": tool.name}, "parameters": arguments_schema(tool)},
+        "properties": {"name": {"const": tool.name}, "parameters": parameters},
         "required": ["name", "parameters"],
         "additionalProperties": False,
     }
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema, or a part of it, whose references into the schema itself find it at its new place."""
+    if isinstance(schema, list):
+        return [_moved(one, place) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: one if key in ("const", "enum", "default", "examples") and not isinstance(one, dict)
+             else _moved(one, place) for key, one in schema.items()}  # fmt: skip
+    target = schema.get("$ref")
+    if isinstance(target, str) and (target == "#" or target.startswith("#/")):
+        moved["$ref"] = place + target[1:]
+    return moved
 
 
 class ToolParser(StreamParser):

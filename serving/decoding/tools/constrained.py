@@ -31,5 +31,6 @@ class NamedToolParser(ToolParser):
 
 def required_schema(tools: Sequence[Tool], parallel: bool) -> dict[str, Any]:
     """JSON schema of the list of calls."""
-    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": [call_schema(tool) for tool in tools]}}
+    calls = [call_schema(tool, f"#/items/anyOf/{i}") for i, tool in enumerate(tools)]
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
     return schema if parallel else schema | {"maxItems": 1}
