@@ -148,8 +148,8 @@ class Drafters:
     @cached_property
     def _dflash(self) -> Path:
         config = self._hf(model_type="qwen3", num_hidden_layers=2, block_size=DRAFTS + 1,
-                          dflash_config={"mask_token_id": 2, "target_layer_ids": [0, 1]})  # fmt: skip
-        weights = {"fc.weight": self._normal(DIM, 2 * DIM), "hidden_norm.weight": np.ones(DIM, np.float32),
+                          dflash_config={"mask_token_id": 2, "target_layer_ids": [0]})  # fmt: skip
+        weights = {"fc.weight": self._normal(DIM, DIM), "hidden_norm.weight": np.ones(DIM, np.float32),
                    "norm.weight": np.ones(DIM, np.float32)}  # fmt: skip
         for layer in range(2):
             weights |= self._layer(f"layers.{layer}.", DIM)

@@ -17,7 +17,7 @@ from serving.llm import LLM, SamplingParams
 from serving.request import StructuredOutputs
 from tests.features.engines import ON_A_MESH, ROOMY, TIGHT, VOCAB, Drafters, Outcome, run
 from tests.features.table import CELLS, DIVIDED, DRAFTERS, HAPPENING, REFUSED, REQUESTED, state, table
-from tests.tolerances import LOGPROBS_FLOAT32
+from tests.tolerances import LOGITS_FLOAT32
 
 DOCS = Path(__file__).parents[2] / "docs" / "features.md"
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -108,7 +108,7 @@ def close(expected: Any, got: Any) -> None:
         assert (one is None) == (other is None)
         if one is not None:
             assert other.token_id == one.token_id and len(other.top_ids) == len(one.top_ids)
-            np.testing.assert_allclose(other.logprob, one.logprob, atol=LOGPROBS_FLOAT32)
+            np.testing.assert_allclose(other.logprob, one.logprob, atol=LOGITS_FLOAT32)
 
 
 @pytest.mark.slow
