@@ -21,7 +21,7 @@ from tests.runner.drafting import PROMPTS, TARGET, D, V, check_distribution, eng
 
 HF = json.loads((TARGET / "config.json").read_text())
 KNOWN = np.arange(1, V, 2)  # tokens that EAGLE-3's head has
-TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [0, 0, 0, 0]]
+TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 
 
 def layer(prefix: str, num_inputs: int, rng: np.random.Generator, size: float) -> dict[str, np.ndarray]:
@@ -55,14 +55,14 @@ def write_head(folder: Path, method: str, size: float, target: Mapping[str, np.n
 def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder, target = tmp_path_factory.mktemp("heads"), load_file(TARGET / "model.safetensors")
     return {
-        "eagle3": write_head(folder / "eagle3", "eagle3", 0.02, target, KNOWN),
+        "eagle": write_head(folder / "eagle", "eagle", 0.02, target, KNOWN),
         "random": write_head(folder / "random", "eagle3", 2.0, target, KNOWN),
     }
 
 
 CONFIGS = {
     "eagle tree": dict(method="eagle", speculative_token_tree=TREE),
-    "eagle3 tree": dict(method="eagle3", num_speculative_tokens=7, eagle_topk=3, eagle_num_steps=3),
+    "eagle3 tree": dict(method="eagle3", num_speculative_tokens=3, eagle_topk=2, eagle_num_steps=2),
     "random chain": dict(method="eagle3", num_speculative_tokens=3),
 }
 
@@ -74,10 +74,10 @@ def config(kind: str, heads: Mapping[str, str]) -> dict:
 
 @pytest.mark.slow
 def test_nothing_changes(heads: Mapping[str, str], tokenizer: str):
-    """Trees, on a mesh; on one device: tests/features."""
+    """A fixed tree; other trees and chains, and meshes: tests/features."""
     with engine(tokenizer, None) as llm:
         without = tokens(run(llm))
-    with engine(tokenizer, config("eagle3 tree", heads), mesh="tensor=2,data=2") as llm:
+    with engine(tokenizer, config("eagle tree", heads)) as llm:
         assert tokens(run(llm)) == without
         again = run(llm)
         assert tokens(again) == without and any(output.num_cached_tokens for output in again)
@@ -129,9 +129,8 @@ def _features(target: Transformer, pages: jax.Array, step: StepBatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, vocab", [("eagle tree", 8), ("eagle3 tree", 4)])
-def test_the_distribution_is_the_targets(kind: str, vocab: int, tokenizer: str, tmp_path: Path):
-    target = tiny(tmp_path / "target", vocab)
-    known = np.arange(vocab)[1:]
-    head = write_head(tmp_path / "head", CONFIGS[kind]["method"], 0.02, load_file(target / "model.safetensors"), known)
-    check_distribution({**CONFIGS[kind], "model": head, "adaptive": False}, target, vocab, tokenizer)
+def test_the_distribution_is_the_targets(tokenizer: str, tmp_path: Path):
+    """Of a tree that grows, by a head that does not know all tokens."""
+    vocab, target = 4, tiny(tmp_path / "target", 4)
+    head = write_head(tmp_path / "head", "eagle3", 0.02, load_file(target / "model.safetensors"), np.arange(1, vocab))
+    check_distribution({**CONFIGS["eagle3 tree"], "model": head, "adaptive": False}, target, vocab, tokenizer)
