@@ -5,7 +5,7 @@ import re
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from serving.decoding.grammar.json_schema import check_bounds
+from serving.decoding.grammar.json_schema import check_bounds, check_multiples
 from serving.errors import InvalidRequest
 
 MAX_GRAMMAR_CHARS = 64 * 1024
@@ -39,6 +39,7 @@ def _check_schemas(lark: str, param: str) -> None:
     for match in _JSON.finditer(lark):
         try:
             schema, _ = json.JSONDecoder().raw_decode(lark, match.end())
+            check_bounds(schema, param, f"{param}: %json")
+            check_multiples(schema, param, f"{param}: %json")
         except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"{param}: what follows %json is not JSON: {error}", param) from None
-        check_bounds(schema, param, f"{param}: %json")

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from serving.decoding.grammar.explain import subschemas
@@ -48,6 +49,7 @@ def schema_part(schema: Any, spacing: dict[str, Any], param: str) -> dict[str, A
     _check_numbers(schema, param)
     schema = _modern(schema)
     check_bounds(schema, param)
+    check_multiples(schema, param, param)
     if (place := endless(schema)) is not None:
         raise InvalidRequest(f"{param} at {place or 'its root'}: every value would have to contain another "
                              "one, without end", param)
@@ -78,15 +80,37 @@ def _check_depth(schema: Any, param: str) -> None:
 
 def _check_numbers(schema: dict[str, Any], param: str, place: str = "") -> None:
     multiple = schema.get("multipleOf")
-    if isinstance(multiple, int | float) and multiple:
-        units = abs(multiple)
-        while units != int(units) and units < MAX_MULTIPLE_OF:
-            units = round(units * 10, 9)
-        if units > MAX_MULTIPLE_OF:
-            raise InvalidRequest(f"{param} at {place or 'its root'}: multipleOf is {multiple}, must be at most "
-                                 f"{MAX_MULTIPLE_OF} in units of its last decimal", param)
+    if isinstance(multiple, int | float) and _units(multiple) > MAX_MULTIPLE_OF:
+        raise InvalidRequest(f"{param} at {place or 'its root'}: multipleOf is {multiple}, must be at most "
+                             f"{MAX_MULTIPLE_OF} in units of its last decimal", param)
     for name, inner in subschemas(schema):
         _check_numbers(inner, param, f"{place}/{name}")
+
+
+def _units(multiple: float) -> float:
+    """In its last decimal; beyond the limit something larger than it."""
+    units = abs(multiple)
+    while units != int(units) and units < MAX_MULTIPLE_OF:
+        units = round(units * 10, 9)
+    return units
+
+
+def check_multiples(value: Any, param: str, where: str) -> None:
+    """That all of them together are compiled in seconds. Raises InvalidRequest."""
+    total = sum(map(_units, set(_multiples(value))))
+    if total > MAX_MULTIPLE_OF:
+        raise InvalidRequest(f"{where}: the numbers that multipleOf has add up to {total:g} units of their last "
+                             f"decimals, at most {MAX_MULTIPLE_OF} are allowed", param)
+
+
+def _multiples(value: Any) -> Iterator[float]:
+    if isinstance(value, dict):
+        multiple = value.get("multipleOf")
+        if isinstance(multiple, int | float):
+            yield multiple
+        value = list(value.values())
+    for one in value if isinstance(value, list) else ():
+        yield from _multiples(one)
 
 
 def check_bounds(value: Any, param: str, where: str = "") -> None:
