@@ -21,8 +21,8 @@ from tests.model.speculators import write_with_mtp
 DRAFTS = 4
 VOCAB = 4096  # the first tokens of the default model's: letters, and what is frequent
 ROOMY = dict(max_num_seqs=4, max_num_batched_tokens=256, num_pages=400, enable_prefix_caching=False)
-TIGHT = dict(max_num_seqs=4, max_num_batched_tokens=24, num_pages=14, long_prefill_token_threshold=16)
-ON_A_MESH = TIGHT | dict(max_num_seqs=2, num_pages=12)  # of each data group; fewer shapes to compile
+TIGHT = dict(max_num_seqs=4, max_num_batched_tokens=24, num_pages=12, long_prefill_token_threshold=16)
+ON_A_MESH = TIGHT | dict(max_num_seqs=2, num_pages=11)  # of each data group; fewer shapes to compile
 
 
 @dataclass
@@ -78,9 +78,10 @@ class Drafters:
     def target(self, drafter: str | None) -> Path:
         return self._deepseek if drafter == "mtp" else self._tiny
 
-    def config(self, drafter: str) -> dict[str, Any]:
-        """For `--speculative-config`."""
-        more: dict[str, Any] = {"num_speculative_tokens": DRAFTS}
+    def config(self, drafter: str, most_rows: int) -> dict[str, Any]:
+        """For `--speculative-config`. With most_rows running there are no drafts, and steps overlap."""
+        by_rows = {f"1-{most_rows - 1}": DRAFTS, f"{most_rows}": 0}
+        more: dict[str, Any] = {"num_speculative_tokens": DRAFTS, "num_speculative_tokens_per_batch_size": by_rows}
         match drafter:
             case "ngram":
                 more |= {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
@@ -90,7 +91,7 @@ class Drafters:
                 pass
             case _:
                 more |= {"model": str(getattr(self, f"_{drafter}"))}
-        return {"method": drafter, "adaptive": False, **more}
+        return {"method": drafter, **more}
 
     @cached_property
     def _tiny(self) -> Path:

@@ -61,8 +61,10 @@ def outcome_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str | None
         target = drafters.target(drafter)
         key = (drafter if tight else target, mesh, tight)
         if key not in known:
-            speculative = SpeculativeConfig.of(drafters.config(drafter)) if drafter and tight else None
             sizes = ROOMY if not tight else TIGHT if mesh == "1x1" else ON_A_MESH
+            speculative = None
+            if drafter and tight:
+                speculative = SpeculativeConfig.of(drafters.config(drafter, sizes["max_num_seqs"]))
             known[key] = run(target, requests(), mesh=mesh, speculative_config=speculative, **sizes)
         return known[key]
 
