@@ -53,7 +53,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 }
 # Front ends and the scheduler start fast and stay light: jax is not loaded there, not even through others.
 WITHOUT_JAX = ("serving.engine", "serving.kv", "serving.decoding", "serving.api", "serving.tokenizer",
-               "serving.validation", "serving.metrics", "serving.flags", "serving.distributed.plan", "serve", *CONTRACTS)
+               "serving.validation", "serving.metrics", "serving.flags", "serving.distributed.plan", "serve",
+               *CONTRACTS)
 
 
 def module_name(path: Path) -> str:
