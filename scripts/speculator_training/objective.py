@@ -69,7 +69,8 @@ def ranks(params: Params, frozen: Frozen, batch: Batch, method: Method
 @dataclass(frozen=True, kw_only=True)
 class Acceptance:
     """positions: how many were measured. accepted: of each draft, how often it is accepted if all before it are.
-    length: tokens a step of the target, its own one counted. accuracies [k][rank]: how often each choice is right."""
+    length: tokens a step of the target, its own one counted, of steps from the first position on (few of them are where
+    drafts are easy). accuracies [k][rank]: how often each choice is right."""
 
     positions: int
     accepted: list[float]
@@ -79,13 +80,25 @@ class Acceptance:
 
 def acceptance(params: Params, frozen: Frozen, batches: Iterable[Batch], method: Method, num_ranks: int = 8
                ) -> Acceptance:  # fmt: skip
-    measured = [ranks(params, frozen, batch, method) for batch in batches]
-    places = np.concatenate([np.asarray(found)[:, np.asarray(counts)] for found, counts in measured], axis=1)
+    measured = [tuple(map(np.asarray, ranks(params, frozen, batch, method))) for batch in batches]
+    places = np.concatenate([found[:, counts] for found, counts in measured], axis=1)
+    walks = [_walk(found[:, row], counts[row]) for found, counts in measured for row in range(len(counts))]
+    steps, tokens = np.sum(walks, axis=0)
     right = np.cumprod(places == 0, axis=0).sum(axis=1)  # [k], steps that accept so many drafts and more
     before = np.array([places.shape[1], *right[:-1]])
     return Acceptance(
         positions=places.shape[1],
         accepted=[float(share) for share in right / np.maximum(before, 1)],
-        length=float(1 + right.sum() / max(places.shape[1], 1)),
+        length=float(tokens / max(steps, 1)),
         accuracies=[[float(np.mean(draft == rank)) for rank in range(num_ranks)] for draft in places],
     )
+
+
+def _walk(places: Int[np.ndarray, "k L"], counts: Bool[np.ndarray, " L"]) -> tuple[int, int]:
+    """Steps through one sequence and the tokens that they give. counts: one run of positions, perhaps none."""
+    accepted = np.cumprod(places == 0, axis=0).sum(axis=0)
+    steps, tokens, at = 0, 0, int(counts.argmax())
+    while at < len(counts) and counts[at]:
+        given = 1 + int(accepted[at])
+        steps, tokens, at = steps + 1, tokens + given, at + given
+    return steps, tokens

@@ -205,13 +205,14 @@ class Knows:
 
 
 def test_acceptance_counts_leading_drafts(corpus: Corpus):
-    """A text of 2 + 20 tokens: drafts start at positions 1 to 17, where it goes on for four more."""
+    """A text of 2 + 20 tokens: drafts start at positions 1 to 17, where it goes on for four more. Steps stand at 1, 5,
+    7, 11 and 15."""
     frozen = Frozen(jnp.zeros((128, 1)), jnp.zeros((128, 1)), jnp.arange(128))
     method: Any = Knows(wrong=((3,), (3, 4, 5), (9,)))
     one = objective.acceptance({}, frozen, [corpus.batch(np.array([0]), 2)], method, num_ranks=2)
     assert one.positions == 17
     np.testing.assert_allclose(one.accepted, [16 / 17, 14 / 16, 13 / 14])
-    np.testing.assert_allclose(one.length, 1 + (16 + 14 + 13) / 17)
+    np.testing.assert_allclose(one.length, (4 + 2 + 4 + 4 + 4) / 5)
     np.testing.assert_allclose([accuracy[0] for accuracy in one.accuracies], [16 / 17, 14 / 17, 16 / 17])
 
 
