@@ -32,7 +32,7 @@ async def test_clients_that_leave_in_mid_stream(serve: Serve) -> None:
         await asyncio.gather(*(read_two_frames() for _ in range(8)))
         await until(lambda: not service.engine.live)
         assert len(service.engine.aborted) == len(service.engine.seen) == 32
-        assert service.lifecycle.live == 0
+        await until(lambda: not service.lifecycle.live)
 
 
 @pytest.mark.parametrize("stream", [True, False])
