@@ -21,7 +21,7 @@ from tests.model.speculators import write_with_mtp
 DRAFTS = 4
 VOCAB = 4096  # the first tokens of the default model's: letters, and what is frequent
 ROOMY = dict(max_num_seqs=4, max_num_batched_tokens=256, num_pages=400, enable_prefix_caching=False)
-TIGHT = dict(max_num_seqs=4, max_num_batched_tokens=24, num_pages=12, long_prefill_token_threshold=16)
+TIGHT = dict(max_num_seqs=4, max_num_batched_tokens=24, num_pages=14, long_prefill_token_threshold=16)
 ON_A_MESH = TIGHT | dict(max_num_seqs=2, num_pages=11)  # of each data group; fewer shapes to compile
 
 
@@ -78,9 +78,9 @@ class Drafters:
     def target(self, drafter: str | None) -> Path:
         return self._deepseek if drafter == "mtp" else self._tiny
 
-    def config(self, drafter: str, most_rows: int) -> dict[str, Any]:
-        """For `--speculative-config`. With most_rows running there are no drafts, and steps overlap."""
-        by_rows = {f"1-{most_rows - 1}": DRAFTS, f"{most_rows}": 0}
+    def config(self, drafter: str, off_at: int) -> dict[str, Any]:
+        """For `--speculative-config`. off_at: with so many rows there are no drafts, and steps overlap."""
+        by_rows = {f"1-{off_at - 1}": DRAFTS, f"{off_at}": 0}
         more: dict[str, Any] = {"num_speculative_tokens": DRAFTS, "num_speculative_tokens_per_batch_size": by_rows}
         match drafter:
             case "ngram":

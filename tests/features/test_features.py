@@ -48,7 +48,7 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
     for number, (first, second) in enumerate(PAIRS):
         again = rng.integers(20, VOCAB, 5).tolist()
         prompt = [*shared, number // 2 + 20, *again, *again, *again[: 1 + number % 4]]
-        made.append((prompt, SamplingParams(**{"temperature": 0, "max_tokens": 16, **FIELDS[first], **FIELDS[second]})))
+        made.append((prompt, SamplingParams(**{"temperature": 0, "max_tokens": 24, **FIELDS[first], **FIELDS[second]})))
     return made
 
 
@@ -64,7 +64,7 @@ def outcome_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str | None
             sizes = ROOMY if not tight else TIGHT if mesh == "1x1" else ON_A_MESH
             speculative = None
             if drafter and tight:
-                speculative = SpeculativeConfig.of(drafters.config(drafter, sizes["max_num_seqs"]))
+                speculative = SpeculativeConfig.of(drafters.config(drafter, off_at=3 if mesh == "1x1" else 2))
             known[key] = run(target, requests(), mesh=mesh, speculative_config=speculative, **sizes)
         return known[key]
 
