@@ -109,7 +109,7 @@ def test_death_of_the_front_end_leaves_no_orphan(start_tiny: Callable[..., Serve
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_live_requests_finish(start_tiny: Callable[..., Server], number: signal.Signals):
     server = start_tiny()
-    stream = Streaming(server, max_tokens=1500)
+    stream = Streaming(server, max_tokens=2500)
     server.signal(number)
     wait_until(lambda: httpx.get(server.url + "/health", timeout=5).status_code == 503, 5, "it drains")
     assert not stream.done, "too fast to tell anything"

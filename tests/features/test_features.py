@@ -64,7 +64,7 @@ def outcome_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str | None
             sizes = ROOMY if not tight else TIGHT if mesh == "1x1" else ON_A_MESH
             speculative = None
             if drafter and tight:
-                speculative = SpeculativeConfig.of(drafters.config(drafter, off_at=3 if mesh == "1x1" else 2))
+                speculative = SpeculativeConfig.of(drafters.config(drafter, off_at=3))
             known[key] = run(target, requests(), mesh=mesh, speculative_config=speculative, **sizes)
         return known[key]
 
@@ -72,7 +72,10 @@ def outcome_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str | None
 
 
 def marked(first: str, second: str) -> Any:
-    return pytest.param(first, second, id=f"{first} x {second}", marks=[pytest.mark.slow])
+    """Drafters on a mesh take minutes to compile: some in CI, all of them in `scripts/check --parallelism`."""
+    long = second in DIVIDED and first in set(DRAFTERS) - {"ngram", "draft_model", "eagle3"}
+    marks = [pytest.mark.slow, *([pytest.mark.matrix] if long else [])]
+    return pytest.param(first, second, id=f"{first} x {second}", marks=marks)
 
 
 @pytest.mark.parametrize("first, second", [marked(*cell) for cell in CELLS if state(*cell) != REFUSED])
@@ -120,7 +123,7 @@ def test_what_follows_a_grammar(outcome_of: Callable[[str | None, str, bool], Ou
     for i, pair in enumerate(PAIRS):
         for one in outputs[i].outputs if {"grammar", "fast-forward"} & set(pair) else ():
             stopped = "stop strings" in pair or one.finish_reason == "length"
-            assert stopped or re.fullmatch(SHAPE, one.text)
+            assert stopped or re.fullmatch(SHAPE, one.text.removeprefix("\ufffd"))  # a prompt may end in mid-character
 
 
 def test_an_engine_has_one_drafter():

@@ -115,14 +115,6 @@ def test_bad_requests_are_refused_before_anything_runs(llm: LLM):
     assert llm.service.engine.stats.prompt_tokens == prompt_tokens
 
 
-def test_a_closed_llm_says_so():
-    llm = LLM(progress=False, **SIZES)
-    llm.close()
-    llm.close()
-    with pytest.raises(EngineDead, match="closed"):
-        llm.generate(PROMPT, use_tqdm=False)
-
-
 def test_every_kind_of_schema_is_kept_to(llm: LLM):
     """By all that ends: some models repeat themselves for ever where the schema lets them, say in a number's digits."""
     jobs = [(name, temperature) for name in SCHEMAS for temperature in (0.0, 1.0)]
@@ -136,3 +128,11 @@ def test_every_kind_of_schema_is_kept_to(llm: LLM):
             check(SCHEMAS[name], output.text)
             ended += 1
     assert ended > 0.7 * len(jobs)
+
+
+def test_a_closed_llm_says_so():
+    llm = LLM(progress=False, **SIZES)
+    llm.close()
+    llm.close()
+    with pytest.raises(EngineDead, match="closed"):
+        llm.generate(PROMPT, use_tqdm=False)
