@@ -109,7 +109,7 @@ def test_death_of_the_front_end_leaves_no_orphan(start_tiny: Callable[..., Serve
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_live_requests_finish(start_tiny: Callable[..., Server], number: signal.Signals):
     server = start_tiny()
-    stream = Streaming(server, max_tokens=2500)
+    stream = Streaming(server, max_tokens=3800)
     server.signal(number)
     wait_until(lambda: httpx.get(server.url + "/health", timeout=5).status_code == 503, 5, "it drains")
     assert not stream.done, "too fast to tell anything"
@@ -118,7 +118,7 @@ def test_a_signal_lets_live_requests_finish(start_tiny: Callable[..., Server], n
     stream.join(5)
     assert stream.done and "error" not in stream.frames[-1], stream.frames[-1]
     assert stream.finish_reason == "length"
-    assert sum(len(frame["choices"][0]["token_ids"]) for frame in stream.frames) == 1500
+    assert sum(len(frame["choices"][0]["token_ids"]) for frame in stream.frames) == 3800
     assert ends_within(server.core, 1)
 
 
