@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import openai
 import pytest
 
 from checkpoints.default_model import default_model_path
@@ -38,6 +39,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with Server(*flags, log=tmp_path_factory.mktemp("server") / "log") as server:
         yield server
         _check_and_stop(server)
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def model(client: openai.OpenAI) -> str:
+    return client.models.list().data[0].id
 
 
 @pytest.fixture(scope="session")

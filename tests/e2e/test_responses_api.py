@@ -1,7 +1,6 @@
 """/v1/responses of the default model, with the `openai` package, unmodified."""
 
 import json
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
 import openai
@@ -20,17 +19,6 @@ TOOL = {"type": "function", "name": "get_weather", "strict": True, "parameters":
 class City(BaseModel):
     country: Literal["France", "Spain", "Italy"]
     millions: Annotated[int, Field(ge=0, le=99)]
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=60, max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture
-def model(client: openai.OpenAI) -> str:
-    return client.models.list().data[0].id
 
 
 def test_a_conversation(client: openai.OpenAI, model: str):

@@ -1,14 +1,11 @@
 """Tools through the `openai` package, called by the default model itself."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
-
-from tests.e2e.servers import Server
 
 # As SmolLM2 was taught: https://huggingface.co/HuggingFaceTB/SmolLM2-1.7B-Instruct
 TEMPLATE = """{% if tools %}<|im_start|>system
@@ -32,12 +29,6 @@ NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 TIME = {"type": "function", "function": {"name": "get_time", "parameters": NOTHING}}
 TOOLS: Any = [WEATHER, TIME]
 NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0) as client:
-        yield client
 
 
 def check(call: Any) -> None:

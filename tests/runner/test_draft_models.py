@@ -1,8 +1,7 @@
 """Draft models and DeepSeek-V3's extra layer in the engine: what comes out has not changed, or not its distribution."""
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -15,9 +14,8 @@ from serving.errors import ConfigError
 from serving.llm import LLM, SamplingParams
 from tests.model.harness import GOLDENS, all_logits, batch, kv_pages, load
 from tests.model.speculators import write_with_mtp
+from tests.runner.drafting import TARGET, engine
 
-TARGET = GOLDENS / "llama-gqa-tied"
-SIZES = dict(max_num_seqs=2, max_num_batched_tokens=16, num_pages=60, block_size=8, dtype="float32", max_model_len=128)
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1.0, seed=5, max_tokens=30, ignore_eos=True, top_p=0.95)
 PENALIZED = SamplingParams(temperature=0.8, seed=6, max_tokens=30, ignore_eos=True, repetition_penalty=1.2)
@@ -30,15 +28,6 @@ PROMPTS = [*([*SHARED, *RNG.integers(3, 128, n).tolist()] for n in (1, 9, 30)),
 def draft_model(path: Path, method: str = "coupled", drafts: int = 3) -> dict:
     return {"method": "draft_model", "model": str(path), "num_speculative_tokens": drafts, "adaptive": False,
             "draft_sample_method": method}  # fmt: skip
-
-
-@contextmanager
-def engine(tokenizer: str, speculative: dict | None, model: Path = TARGET, **options) -> Iterator[LLM]:
-    with LLM(str(model), tokenizer=tokenizer, progress=False, check_integrity=True, speculative_config=speculative,
-             **(SIZES | options)) as llm:  # fmt: skip
-        yield llm
-        assert llm.service.engine.stats.compile_misses == 0
-        assert llm.service.engine.stats.kv_cache_usage == 0
 
 
 def run(llm: LLM, *sampling: SamplingParams, prompts: Sequence[list[int]] = PROMPTS) -> list[list[int]]:
