@@ -54,7 +54,7 @@ def _run(runner: ModelRunner, hosts: FollowerHosts) -> None:
     threading.Thread(target=_watch, args=(outputs, hosts), daemon=True).start()
     while (message := hosts.next_step()) is not None:
         step = runner.execute(from_message(message, runner.num_groups))
-        outputs.put(step.token_ids)
+        outputs.put(step.sampled)
 
 
 def _watch(outputs: "queue.SimpleQueue[jax.Array]", hosts: FollowerHosts) -> None:

@@ -31,15 +31,14 @@ def read_result(handle: InFlight, news: Callable[[], ExpertStats | None] | None)
     """Waits for the step. news: of its experts, asked once it is done."""
     plan, outputs, places = handle.plan, handle.outputs, handle.places
     started = time.perf_counter()
-    outputs.token_ids.block_until_ready()
+    outputs.sampled.block_until_ready()
     ready = time.perf_counter()
-    accepted = np.asarray(outputs.num_accepted)[places].tolist()
-    sampled = np.asarray(outputs.token_ids)[places].tolist()
-    token_ids = [tokens[: count + 1] if row.samples else []
-                 for row, tokens, count in zip(plan.rows, sampled, accepted, strict=True)]  # fmt: skip
+    sampled = np.asarray(outputs.sampled)[places].tolist()
+    token_ids = [tokens[: accepted + 1] if row.samples else []
+                 for row, (accepted, _, *tokens) in zip(plan.rows, sampled, strict=True)]  # fmt: skip
     return StepResult(
         token_ids=token_ids, logprobs=_sampled_logprobs(handle, token_ids), target_logprobs=_target_logprobs(handle),
-        num_kept=np.asarray(outputs.num_kept)[places].tolist(), drafts=_drafts(handle),
+        num_kept=[kept for _, kept, *_ in sampled], drafts=_drafts(handle),
         device_seconds=ready - started, fetch_seconds=time.perf_counter() - ready,
         experts=None if news is None else news(),
     )  # fmt: skip

@@ -39,9 +39,9 @@ class DeviceState(NamedTuple):
 
 
 class StepOutputs(NamedTuple):
-    token_ids: Int[Array, "S J"]  # the accepted drafts and the token after them; what follows means nothing
-    num_accepted: Int[Array, " S"]
-    num_kept: Int[Array, " S"]
+    # How many drafts each row accepts, how many of them it keeps, then those drafts and the token after them; what
+    # follows means nothing. One array: the data groups exchange it, and the host fetches it, at once.
+    sampled: Int[Array, "S 2+J"]
     logprobs: TokenLogprobs  # [S, J]
     target_logprobs: TokenLogprobs  # [T]
     expert_load: Int[Array, "Lm E"] | None = None  # as in the state, which the next step takes away
@@ -117,9 +117,7 @@ def run_step(
         newest = jnp.take_along_axis(sampled.tokens, accepted.number[:, None], axis=1)[:, 0]
         last_token = last_token.at[rows.slot].set(jnp.where(rows.samples, newest, last_token[rows.slot]))
         outputs = StepOutputs(
-            gather_groups(rules, sampled.tokens),
-            gather_groups(rules, accepted.number),
-            gather_groups(rules, accepted.kept),
+            gather_groups(rules, jnp.column_stack([accepted.number, accepted.kept, sampled.tokens])),
             _where_wanted(rules, enabled.logprobs, sampled.logprobs),
             _where_wanted(rules, enabled.target_logprobs, of_targets, ways_back),
         )
@@ -146,7 +144,7 @@ def run_step(
     outputs = outputs._replace(expert_load=load)
     if drafter is None or not drafting:
         return state, outputs
-    next_rows = inputs.rows._replace(output_index=inputs.rows.output_index + outputs.num_accepted + 1)
+    next_rows = inputs.rows._replace(output_index=inputs.rows.output_index + outputs.sampled[:, 0] + 1)
     drafts, kept = drafter.propose(state.drafter, Settled(*of_tokens, *of_rows), batch, next_rows, shape.num_drafts,
                                    model.embedding[...], model.output_matrix)  # fmt: skip
     drafts, drawn_from = _publish_drafts(rules, drafts, state.drawn_from, inputs.rows.slot)

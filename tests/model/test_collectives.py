@@ -56,7 +56,7 @@ def _walk(module: Module, name: str, place: str) -> Iterator[Found]:
 def check(found: list[Found], hf: dict[str, Any], shape: StepShape, *layers: tuple[tuple[int, ...], ...],
           tensor: int = 8, data: int = 1) -> None:  # fmt: skip
     """layers: what every layer's all-reduces are of, in any order; the rest is what every model has."""
-    hidden, tokens = (shape.num_tokens, hf["hidden_size"]), (data * shape.num_rows,)
+    hidden, tokens = (shape.num_tokens, hf["hidden_size"]), (data * shape.num_rows, 3)
     assert sorted(found, key=str) == sorted([
         *(Found("layers", "all-reduce", shapes) for shapes in layers),
         Found("step", "all-reduce", (hidden,)),  # the embedding's rows
