@@ -1,10 +1,13 @@
 """Grammars to matchers, in threads of their own.
 
-llguidance works without the interpreter's lock, so the engine's steps go on beside a compile. It bounds its own work
-(`LIMITS`); a compile that takes too long all the same is refused when its time is over, and its thread left to finish.
+llguidance works without the interpreter's lock, so the engine's steps go on beside a compile, whose thread yields to
+them where cores are few. It bounds its own work (`LIMITS`); a compile that takes too long all the same is refused when
+its time is over, and its thread left to finish. Threads are many, so that slow grammars do not hold up quick ones.
 """
 
 import logging
+import os
+import sys
 import threading
 import time
 from collections import OrderedDict, deque
@@ -16,13 +19,14 @@ from llguidance import LLMatcher, LLParserLimits
 from serving.decoding.grammar.explain import explain
 from serving.decoding.grammar.matcher import GrammarMatcher
 from serving.decoding.grammar.tokens import Vocabulary
-from serving.errors import InvalidRequest
+from serving.errors import InvalidRequest, Overloaded
 
 log = logging.getLogger(__name__)
 
 # 2 kB a lexer state; 20,000 items are what the first of 5,000 optional properties needs.
 LIMITS = LLParserLimits(max_lexer_states=50_000, max_items_in_row=20_000, verbose_errors=False)
 STACK_BYTES = 256 << 20  # used as far as needed: llguidance recurses from $ref to $ref and from rule to rule
+NICENESS = 10  # of the threads: one tenth of a core that the engine wants
 PARAM = "structured_outputs"
 
 
@@ -30,24 +34,26 @@ class Compiler:
     """Made once for a model; any thread may call it.
 
     make_vocabulary: called in the pool, before the first compile (it takes tenths of a second). fast_forward: whether
-    matchers tell what is forced, beside the end.
+    matchers tell what is forced, beside the end. timeout: in seconds, of a compile and of its wait for a thread.
     """
 
-    def __init__(self, make_vocabulary: Callable[[], Vocabulary], *, fast_forward: bool = True, threads: int = 2,
+    def __init__(self, make_vocabulary: Callable[[], Vocabulary], *, fast_forward: bool = True, threads: int = 16,
                  timeout: float = 30.0, cache_size: int = 128):
         self._make_vocabulary, self._fast_forward = make_vocabulary, fast_forward
         self._timeout, self._cache_size = timeout, cache_size
         self._vocabulary: Vocabulary | None = None
         self._vocabulary_lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(threads, "grammar")
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads, "grammar", initializer=_yield_to_others)
         self._changed = threading.Condition()  # guards what follows
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
-        self._deadlines: deque[tuple[float, str, Future[LLMatcher]]] = deque()
+        self._deadlines: deque[tuple[float, bool, str, Future[LLMatcher]]] = deque()
         self._watcher: threading.Thread | None = None  # of the deadlines, while there are any
 
     def compile(self, grammar: str) -> Future[GrammarMatcher]:
         """A matcher of its own for each call; of equal grammars the first is compiled, the others are copies. The
-        future fails with InvalidRequest for a grammar that is bad, matches nothing or takes too long."""
+        future fails with InvalidRequest for a grammar that is bad, matches nothing or takes too long, with Overloaded
+        where no thread was free in time."""
         with self._changed:
             known = self._compiled.get(grammar)
             base = known or self._compiled.setdefault(grammar, Future())
@@ -84,8 +90,11 @@ class Compiler:
             threading.stack_size(before)
 
     def _run(self, grammar: str, base: Future[LLMatcher]) -> None:
-        if base.done():  # its time was over before a thread was free
-            return
+        with self._changed:
+            if base.done():  # its time was over before a thread was free
+                return
+            base.set_running_or_notify_cancel()
+            self._watch(grammar, base)
         try:
             result = self._build(grammar)
         except Exception as error:
@@ -105,7 +114,8 @@ class Compiler:
         return matcher
 
     def _watch(self, grammar: str, base: Future[LLMatcher]) -> None:
-        self._deadlines.append((time.monotonic() + self._timeout, grammar, base))
+        """Its time begins: to wait, or to be compiled."""
+        self._deadlines.append((time.monotonic() + self._timeout, base.running(), grammar, base))
         base.add_done_callback(self._wake)
         if self._watcher is None:
             self._watcher = threading.Thread(target=self._expire, name="grammar-timeouts", daemon=True)
@@ -118,19 +128,31 @@ class Compiler:
     def _expire(self) -> None:
         with self._changed:
             while self._deadlines:
-                deadline, grammar, base = self._deadlines[0]
-                left = deadline - time.monotonic()
-                if not base.done() and left > 0:
+                deadline, began, grammar, base = self._deadlines[0]
+                left, over = deadline - time.monotonic(), base.done() or base.running() != began
+                if not over and left > 0:
                     self._changed.wait(left)
                     continue
                 self._deadlines.popleft()
-                if not base.done():
-                    log.warning("a grammar of %d characters was not compiled in %g s", len(grammar), self._timeout)
-                    if self._compiled.get(grammar) is base:
-                        del self._compiled[grammar]  # another try may be luckier
-                    _settle(base, error=InvalidRequest(
-                        f"the grammar was not compiled within {self._timeout:g} seconds, make it smaller", PARAM))
+                if not over:
+                    self._give_up(grammar, base)
             self._watcher = None
+
+    def _give_up(self, grammar: str, base: Future[LLMatcher]) -> None:
+        if self._compiled.get(grammar) is base:
+            del self._compiled[grammar]  # another try may be luckier
+        if not base.running():
+            _settle(base, error=Overloaded(f"{self._threads} other grammars are being compiled, and none of them was "
+                                           f"done within {self._timeout:g} seconds"))  # fmt: skip
+            return
+        log.warning("a grammar of %d characters was not compiled in %g s", len(grammar), self._timeout)
+        _settle(base, error=InvalidRequest(
+            f"the grammar was not compiled within {self._timeout:g} seconds, make it smaller", PARAM))  # fmt: skip
+
+
+def _yield_to_others() -> None:
+    if sys.platform == "linux":  # where threads have priorities of their own
+        os.nice(NICENESS)
 
 
 def _settle(future: Future[LLMatcher], result: LLMatcher | None = None, error: Exception | None = None) -> None:

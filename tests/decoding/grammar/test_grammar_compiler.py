@@ -2,17 +2,18 @@
 
 import gc
 import json
+import os
+import sys
 import threading
 import time
 import weakref
-from concurrent.futures import Future
 
 import pytest
 
-from serving.decoding.grammar.compiler import Compiler
+from serving.decoding.grammar.compiler import NICENESS, Compiler
 from serving.decoding.grammar.matcher import GrammarMatcher
 from serving.decoding.grammar.tokens import vocabulary
-from serving.errors import InvalidRequest
+from serving.errors import InvalidRequest, Overloaded
 from tests.decoding.grammar.toy import PADDING, toy_tokenizer
 
 TOY = toy_tokenizer()
@@ -79,15 +80,44 @@ def test_a_slow_grammar_delays_only_its_request_and_is_refused_in_time() -> None
     compiler.close()
 
 
-def test_behind_two_slow_grammars_the_wait_is_bounded_too() -> None:
-    compiler = Counting(timeout=0.3)
-    waiting: list[Future] = [compiler.compile(f"{SLOW}{n}") for n in range(3)]
-    for future in waiting:
-        with pytest.raises(InvalidRequest, match="within 0.3 seconds"):
-            future.result(20)
-    compiler.gate.set()
+def test_many_slow_grammars_do_not_hold_up_a_quick_one() -> None:
+    compiler = Counting()
+    slow = [compiler.compile(f"{SLOW}{n}") for n in range(15)]
     assert isinstance(compiler.compile(GRAMMAR).result(20), GrammarMatcher)
-    assert f"{SLOW}2" not in compiler.built, "what nobody waits for any more is not begun"
+    assert not any(future.done() for future in slow)
+    compiler.gate.set()
+    assert all(isinstance(future.result(20), GrammarMatcher) for future in slow)
+    compiler.close()
+
+
+def test_a_wait_for_a_thread_is_bounded_and_not_counted_as_compiling() -> None:
+    compiler = Counting(threads=1, timeout=1.0)
+    first, began = compiler.compile(SLOW), time.monotonic()
+    time.sleep(0.5)
+    behind = compiler.compile(f"{SLOW} too")
+    with pytest.raises(InvalidRequest, match="not compiled within 1 seconds"):
+        first.result(20)
+    with pytest.raises(Overloaded, match="1 other grammars"):  # its thread is still at work
+        behind.result(20)
+    assert 1.4 < time.monotonic() - began < 10
+    waited = compiler.compile(GRAMMAR)
+    time.sleep(0.7)
+    compiler.gate.set()
+    assert isinstance(waited.result(20), GrammarMatcher)
+    assert f"{SLOW} too" not in compiler.built, "what nobody waits for any more is not begun"
+    compiler.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere only whole processes have a priority")
+def test_compiles_yield_to_the_engine() -> None:
+    class Asking(Counting):
+        def _build(self, grammar: str):
+            self.priority = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+            return super()._build(grammar)
+
+    compiler, usual = Asking(), os.getpriority(os.PRIO_PROCESS, 0)
+    compiler.compile(GRAMMAR).result(20)
+    assert compiler.priority == min(usual + NICENESS, 19) and os.getpriority(os.PRIO_PROCESS, 0) == usual
     compiler.close()
 
 
