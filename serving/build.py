@@ -14,12 +14,11 @@ from checkpoints.open import Checkpoint
 from model.config import ModelConfig
 from model.families.registry import read_config
 from model.speculative.drafter import DeviceDrafter
-from model.transformer import Transformer
 from model.typical_acceptance import Typical
 from serving.config import EngineConfig
 from serving.decoding.grammar.compiler import Compiler
 from serving.decoding.grammar.tokens import vocabulary
-from serving.decoding.speculation.config import FLAG, SpeculativeConfig
+from serving.decoding.speculation.config import SpeculativeConfig
 from serving.distributed.fingerprint import fingerprint
 from serving.distributed.following import report_failure
 from serving.distributed.hosts import Alone, Hosts
@@ -27,7 +26,7 @@ from serving.distributed.join import join_hosts
 from serving.distributed.leading import LeaderHosts
 from serving.distributed.runner import LeadingRunner
 from serving.drafters.loading import Surroundings
-from serving.drafters.make import load_drafter
+from serving.drafters.make import check_speculation, load_drafter
 from serving.engine.compiling import Compile
 from serving.engine.plan import Runner
 from serving.engine.speculating import tree_words
@@ -97,6 +96,8 @@ def _build(config: EngineConfig, hosts: Hosts, progress: bool) -> Built:
         # What is quick comes first, so that a mistake shows before the weights are read.
         model = read_config(checkpoint.config, config.max_model_len)
         runner_config = _runner_config(config, model, hosts, progress)
+        if config.speculative_config is not None:
+            check_speculation(config.speculative_config, model, parse_mesh(config.mesh))
         # Followers meet no text; where a generation ends is host 0's to see.
         tokenizer = None if config.is_follower else load_tokenizer(config.tokenizer or str(checkpoint.path))
         loaded = load(checkpoint, model, config, hosts, progress)
@@ -147,8 +148,6 @@ def _drafter(config: EngineConfig, loaded: LoadedModel, runner: RunnerConfig, ch
              ) -> DeviceDrafter | None:  # fmt: skip
     """None where drafts are made on the host, or not at all."""
     speculative, path = config.speculative_config, str(checkpoint.path)
-    if speculative is not None and speculative.has_tree:
-        _check_trees(loaded.model)
     if speculative is None or speculative.on_host:
         return None
     around = Surroundings(
@@ -159,24 +158,11 @@ def _drafter(config: EngineConfig, loaded: LoadedModel, runner: RunnerConfig, ch
     return load_drafter(speculative, around)
 
 
-def _check_trees(model: Transformer) -> None:
-    """ConfigError where a tree's tokens cannot see what they should."""
-    missing = {
-        "attention windows, which count a tree's tokens in the order of the cache":
-            any(layer.window or layer.chunk for layer in model.config.layers),
-        "a context axis": model.rules.mesh.shape["context"] > 1,
-        "pipeline stages": model.rules.mesh.shape["pipeline"] > 1,
-    }  # fmt: skip
-    for what, is_there in missing.items():
-        if is_there:
-            raise ConfigError(f"{FLAG}: drafts that are trees do not go with {what}; a chain does: leave out "
-                              "speculative_token_tree, suffix_decoding_tree and eagle_topk")  # fmt: skip
-
-
 def _draft_shapes(config: SpeculativeConfig | None) -> DraftShapes:
     if config is None:
         return DraftShapes()
-    return DraftShapes(lengths=config.lengths, tree_words=tree_words(config), on_device=not config.on_host)
+    return DraftShapes(lengths=config.lengths, tree_words=tree_words(config), on_device=not config.on_host,
+                       adaptive=config.chooses_by_goodput)  # fmt: skip
 
 
 def _typical(config: SpeculativeConfig | None) -> Typical | None:

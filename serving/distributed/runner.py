@@ -25,7 +25,7 @@ class LeadingRunner:
         self.num_groups, self.page_size, self.num_pages = inner.num_groups, inner.page_size, inner.num_pages
         self.max_num_seqs, self.max_num_batched_tokens = inner.max_num_seqs, inner.max_num_batched_tokens
         self.max_model_len, self.vocab_size = inner.max_model_len, inner.vocab_size
-        self.drafts_on_device = inner.drafts_on_device
+        self.drafts_on_device, self.decode_seconds = inner.drafts_on_device, inner.decode_seconds
 
     def dispatch(self, plan: StepPlan) -> Any:
         return self._do(self._dispatch, plan)

@@ -19,6 +19,7 @@ from model.speculative.common import SparePages
 from model.transformer import Path, Transformer, with_params
 from serving.decoding.speculation.config import FLAG, SpeculativeConfig
 from serving.errors import ConfigError
+from serving.runner.shapes import most_rows
 from serving.weights import read_params
 from sharding.mesh import MeshError
 from sharding.rules import AxisRules
@@ -41,16 +42,10 @@ class Surroundings:
     tokenizer: str = ""
     experts: ExpertOptions = DEFAULT
 
-    @property
-    def max_rows(self) -> int:
-        """Of a step, of a data group: shapes come in powers of two."""
-        return max(2, 1 << (self.max_num_seqs - 1).bit_length())
-
     def spare_pages(self, guesses: int) -> SparePages:
         """guesses: that a row feeds the drafter in a step."""
-        return SparePages(rows=self.max_rows, guesses=max(guesses, 1), page_size=self.page_size,
-                          groups=self.target.rules.num_groups)  # fmt: skip
-
+        return SparePages(rows=most_rows(self.max_num_seqs), guesses=max(guesses, 1),
+                          page_size=self.page_size, groups=self.target.rules.num_groups)  # fmt: skip
 
     def rules_and_kernels(self, config: ModelConfig) -> tuple[AxisRules, Kernels]:
         """For layers of the kind of a target's. A drafter's experts have their places for good."""

@@ -2,15 +2,17 @@
 
 from collections.abc import Callable, Mapping
 
+from model.config import ModelConfig
 from model.speculative.drafter import DeviceDrafter
 from serving.decoding.speculation.config import FLAG, SpeculativeConfig
 from serving.drafters.dflash import load_dflash
 from serving.drafters.draft_model import load_draft_model
 from serving.drafters.eagle import load_eagle
-from serving.drafters.loading import Surroundings
+from serving.drafters.loading import Surroundings, open_drafter
 from serving.drafters.medusa import load_medusa
 from serving.drafters.mtp import load_mtp
 from serving.errors import ConfigError
+from sharding.mesh import MeshSpec
 
 LOADERS: Mapping[str, Callable[[SpeculativeConfig, Surroundings], DeviceDrafter]] = {
     "draft_model": load_draft_model,
@@ -22,10 +24,30 @@ LOADERS: Mapping[str, Callable[[SpeculativeConfig, Surroundings], DeviceDrafter]
 }
 
 
-def load_drafter(config: SpeculativeConfig, around: Surroundings) -> DeviceDrafter:
-    """Raises ConfigError."""
+def check_speculation(config: SpeculativeConfig, target: ModelConfig, mesh: MeshSpec) -> None:
+    """What can be seen before the target is loaded. Raises ConfigError."""
+    if config.has_tree:
+        missing = {
+            "attention windows, which count a tree's tokens in the order of the cache":
+                any(layer.window or layer.chunk for layer in target.layers),
+            "a context axis": mesh.context > 1,
+            "pipeline stages": mesh.pipeline > 1,
+        }  # fmt: skip
+        for what, is_there in missing.items():
+            if is_there:
+                raise ConfigError(f"{FLAG}: drafts that are trees do not go with {what}; a chain does: leave out "
+                                  "speculative_token_tree, suffix_decoding_tree and eagle_topk")  # fmt: skip
+    if config.on_host:
+        return
     for axis in ("context", "pipeline"):
-        if (size := around.target.rules.mesh.shape[axis]) > 1:
+        if (size := getattr(mesh, axis)) > 1:
             raise ConfigError(f'{FLAG}: "method": "{config.method}" drafts on the device, which --mesh {axis}={size} '
                               "has no part for; use tensor or data, or draft on the host: ngram, suffix")  # fmt: skip
+    if config.model is not None:
+        with open_drafter(config):
+            pass
+
+
+def load_drafter(config: SpeculativeConfig, around: Surroundings) -> DeviceDrafter:
+    """Of a config that was checked. Raises ConfigError."""
     return LOADERS[config.method](config, around)

@@ -1,5 +1,6 @@
 """The contract between scheduler and runner: a `StepPlan` goes down, a `StepResult` comes back."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -159,6 +160,9 @@ class Runner(Protocol):
     max_num_batched_tokens: int
     max_model_len: int
     vocab_size: int
+    # Measured at the start, of a step of so many decoding rows (a power of two) with so many drafts each, contexts left
+    # out. For every number of drafts that may be chosen; empty where there is no choice.
+    decode_seconds: Mapping[tuple[int, int], float]
 
     def dispatch(self, plan: StepPlan) -> Any:
         """Packs and starts a step without waiting for it; returns a handle for `fetch`."""

@@ -42,5 +42,5 @@ class SchedulerConfig:
             policy=config.scheduling_policy,
             max_num_waiting=config.max_num_waiting,
             vocab_size=runner.vocab_size,
-            speculation=speculation_parts(config.speculative_config),
+            speculation=speculation_parts(config.speculative_config, runner.decode_seconds),
         )

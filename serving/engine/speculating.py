@@ -4,6 +4,7 @@ A draft is cut where the tokens after it would be chosen by other rules than a v
 (`min_tokens`), where the sequence has to end, and where the grammar does not allow it.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,10 +113,12 @@ class Speculation:
 _NOTHING = np.zeros(0, np.int32)
 
 
-def speculation_parts(config: SpeculativeConfig | None) -> SpeculationParts | None:
+def speculation_parts(config: SpeculativeConfig | None, decode_seconds: Mapping[tuple[int, int], float]
+                      ) -> SpeculationParts | None:  # fmt: skip
+    """decode_seconds: see `serving.engine.plan.Runner`."""
     if config is None:
         return None
-    return SpeculationParts(length=make_length(config), drafter=make_drafter(config),
+    return SpeculationParts(length=make_length(config, decode_seconds), drafter=make_drafter(config),
                             tree_tokens=32 * tree_words(config))  # fmt: skip
 
 

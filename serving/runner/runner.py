@@ -5,7 +5,7 @@ host-to-device copy, one call, and one small copy back.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -29,6 +29,8 @@ from serving.runner.results import InFlight, read_result
 from serving.runner.shapes import DraftShapes, Spreading, StepShape, pick_shape, step_shapes
 from serving.runner.slots import SlotWriter, is_biased
 from serving.runner.step import DeviceState, StepOutputs
+
+TIMED_RUNS = 3  # of each step at the start, to know what drafts cost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,9 @@ class ModelRunner:
         self._state = self._initial_state(shapes)
         self._compiles = CompileCounter()
         self._warm_up()
+        self.decode_seconds: Mapping[tuple[int, int], float] = {}
+        if config.drafts.adaptive:
+            self.decode_seconds = self._time_decoding()
         self._compiles.start()
 
     # Set-up
@@ -151,12 +156,28 @@ class ModelRunner:
             ) from error
 
     def _warm_up(self) -> None:
-        """Runs every executable once, on padding only."""
+        """Runs every executable once."""
         for shape in self.shapes:
-            packed = self._packer.pack(StepPlan(groups=[GroupPlan()] * self.num_groups), shape, self._biased)
-            self._state, outputs = self._steps[shape](self._params, self._state, packed)
-            jax.tree.map(np.asarray, outputs)
+            self._run_padding(shape)
         self._write(self._slots.warm_up(self._state.sampling, self.max_num_seqs))
+
+    def _time_decoding(self) -> dict[tuple[int, int], float]:
+        """See `Runner.decode_seconds`."""
+        seconds: dict[tuple[int, int], float] = {}
+        for _ in range(TIMED_RUNS):  # in turn, for a slow moment not to fall on one shape alone
+            for shape in self.shapes:
+                rows, drafts = shape.num_rows, shape.num_drafts
+                if shape.num_tokens == rows * (drafts + 1) and shape.context == 1:
+                    began = time.perf_counter()
+                    self._run_padding(shape)
+                    took = time.perf_counter() - began
+                    seconds[rows, drafts] = min(took, seconds.get((rows, drafts), took))
+        return seconds | {(1, 0): seconds[2, 0]}  # without drafts a lone row has a padded one beside it
+
+    def _run_padding(self, shape: StepShape) -> None:
+        packed = self._packer.pack(StepPlan(groups=[GroupPlan()] * self.num_groups), shape, self._biased)
+        self._state, outputs = self._steps[shape](self._params, self._state, packed)
+        jax.tree.map(np.asarray, outputs)
 
     # Serving
 

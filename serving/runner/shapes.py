@@ -60,6 +60,7 @@ class DraftShapes:
     lengths: tuple[int, ...] = ()
     tree_words: int = 0
     on_device: bool = False  # a drafter there has to see every chunk of a prompt
+    adaptive: bool = False  # the number is chosen by how long steps take
 
     @property
     def most(self) -> int:
@@ -74,8 +75,7 @@ def step_shapes(
     that verify so many in every row; a small mixed shape, so that a short prompt on an idle server is quick; mixed
     shapes with all rows, where steps may be larger. The largest comes last.
     """
-    rows = _powers(2, max_num_seqs)
-    most = rows[-1]
+    rows, most = _powers(2, max_num_seqs), most_rows(max_num_seqs)
     tokens = _powers(max(2 * most, 64), max(max_num_batched_tokens, 2 * most))
     verified = dict(num_drafts=drafts.most, tree_words=drafts.tree_words)
     # Sampling after K drafts in all rows costs as much as a small step: chunks of prompts alone are spared it.
@@ -86,6 +86,11 @@ def step_shapes(
     verifying = [StepShape(r * (k + 1), r, num_drafts=k, tree_words=drafts.tree_words)
                  for k in drafts.lengths for r in (1, *rows) if r * (k + 1) <= tokens[-1]]  # fmt: skip
     return (*(StepShape(r, r) for r in rows), *verifying, *_spread(tokens, most, spreading, verified), *mixed)
+
+
+def most_rows(max_num_seqs: int) -> int:
+    """Of a step, of a data group."""
+    return _powers(2, max_num_seqs)[-1]
 
 
 def _spread(tokens: Sequence[int], rows: int, spreading: Spreading | None, verified: dict[str, int]

@@ -6,10 +6,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jaxtyping import Bool, Float, Int
 
 from model.sampling import BANNED, SamplingState
 from serving.engine.plan import SlotUpdate
-from serving.runner.step import set_bias, set_counts, set_masks
 from sharding.rules import AxisRules
 
 
@@ -22,10 +23,10 @@ class SlotWriter:
         vector = partial(jax.ShapeDtypeStruct, sharding=rules.whole)
         slot = vector((), jnp.int32)
         floats, bools, ints = (vector((self._vocab_size,), dtype) for dtype in (jnp.float32, bool, jnp.int32))
-        bias = jax.jit(partial(set_bias, rules), donate_argnums=0, out_shardings=state.bias.sharding)
-        counts = jax.jit(partial(set_counts, rules), donate_argnums=(0, 1),
+        bias = jax.jit(partial(_set_bias, rules), donate_argnums=0, out_shardings=state.bias.sharding)
+        counts = jax.jit(partial(_set_counts, rules), donate_argnums=(0, 1),
                          out_shardings=(state.prompt_seen.sharding, state.output_counts.sharding))
-        masks = jax.jit(partial(set_masks, rules), donate_argnums=0, out_shardings=state.mask.sharding)
+        masks = jax.jit(partial(_set_masks, rules), donate_argnums=0, out_shardings=state.mask.sharding)
         self._set_bias = bias.lower(state.bias, slot, floats).compile()
         self._set_counts = counts.lower(state.prompt_seen, state.output_counts, slot, bools, ints).compile()
         self._set_masks = {}
@@ -74,3 +75,42 @@ class SlotWriter:
 
 def is_biased(update: SlotUpdate) -> bool:
     return bool(update.logit_bias or len(update.banned_token_ids) or update.allowed_token_ids is not None)
+
+
+def _set_bias(rules: AxisRules, bias: Float[Array, "U V"], slot: Int[Array, ""], row: Float[Array, " V"]
+             ) -> Float[Array, "U V"]:  # fmt: skip
+    return _set_rows(rules, slot, (bias,), (row,))[0]
+
+
+def _set_counts(
+    rules: AxisRules, seen: Bool[Array, "U V"], counts: Int[Array, "U V"], slot: Int[Array, ""],
+    prompt_row: Bool[Array, " V"], output_row: Int[Array, " V"],
+) -> tuple[Bool[Array, "U V"], Int[Array, "U V"]]:
+    seen, counts = _set_rows(rules, slot, (seen, counts), (prompt_row, output_row))
+    return seen, counts
+
+
+def _set_masks(rules: AxisRules, masks: Int[Array, "U J W"], slots: Int[Array, " n"], rows: Int[Array, "n J W"]
+              ) -> Int[Array, "U J W"]:  # fmt: skip
+    """Of several slots at once, of those of all groups."""
+    shape, axes = masks.shape, ("slots", None, None)
+
+    def set_rows(masks, slots, rows):
+        here = slots - rules.place("slots", shape[0]) * len(masks)
+        return (masks.at[jnp.where(here >= 0, here, len(masks))].set(rows, mode="drop"),)
+
+    return rules.map_over_shards(set_rows, (masks, slots, rows), (axes, (), ()), (axes,), (shape,))[0]
+
+
+def _set_rows(rules: AxisRules, slot, states: tuple[Array, ...], rows: tuple[Array, ...]):
+    """Each device sets the row if it holds the slot. slot: of those of all groups."""
+    shape = states[0].shape
+
+    def set_rows(slot, states, rows):
+        here = slot - rules.place("slots", shape[0]) * len(states[0])
+        here = jnp.where(here >= 0, here, len(states[0]))  # beyond the end: dropped, where -1 would be the last
+        return (tuple(x.at[here].set(row, mode="drop") for x, row in zip(states, rows, strict=True)),)
+
+    axes = ("slots", "vocab")
+    (states,) = rules.map_over_shards(set_rows, (slot, states, rows), ((), axes, ("vocab",)), (axes,), (shape,))
+    return states

@@ -89,6 +89,8 @@ def test_trees():
         ({"method": "suffix", "suffix_decoding_max_tree_depth": 1}, ("is 1", "2 to 64")),
         ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, ("is -1", "at least 0")),
         (EAGLE | {"eagle_num_steps": 2}, ("eagle_num_steps is 2", "give eagle_topk")),
+        (EAGLE | {"eagle_topk": 2, "eagle_num_steps": 1000}, ("eagle_num_steps is 1000", "at most the 8 drafts")),
+        (NGRAM | {TABLE: {"1": 2}, "adaptive": True}, ("adaptive is true", TABLE)),
         (EAGLE | {"speculative_token_tree": [[0], [1, 0]]}, ("but speculative_token_tree has 2",)),
         (EAGLE | {"num_speculative_tokens": 2, "speculative_token_tree": [[0], [1, 0]]}, ("[1] is missing",)),
         (EAGLE | {"num_speculative_tokens": 2, "speculative_token_tree": [[0], [0]]}, ("each path once",)),

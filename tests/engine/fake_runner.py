@@ -94,6 +94,7 @@ class FakeRunner:
         self.num_groups, self.num_pages, self.page_size = num_groups, num_pages, page_size
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_model_len, self.vocab_size, self.drafts_on_device = max_model_len, VOCAB, False
+        self.decode_seconds: dict[tuple[int, int], float] = {}
         self.groups = [Group(num_pages, page_size, max_num_seqs) for _ in range(num_groups)]
         self.requests: dict[str, tuple[EngineRequest, list[int]]] = {}
         self.tokens_computed = 0

@@ -32,6 +32,7 @@ def outputs(seed: int, count: int) -> list[int]:
 class SeedRunner:
     num_groups = 1
     drafts_on_device = False
+    decode_seconds: dict[tuple[int, int], float] = {}
 
     def __init__(self, config: EngineConfig, step_seconds: float):
         self.page_size = config.block_size or 16

@@ -106,6 +106,8 @@ class SpeculativeConfig:
         values: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
         if isinstance(table := values.get("num_speculative_tokens_per_batch_size"), dict | list):
             values["num_speculative_tokens_per_batch_size"] = _parse_table(table)
+            if values.get("adaptive"):
+                raise _error("adaptive", True, "but num_speculative_tokens_per_batch_size decides: leave one out")
         if isinstance(tree := values.get("speculative_token_tree"), str | list):
             values["speculative_token_tree"] = _parse_tree(tree)
         for field in fields(cls):
@@ -121,6 +123,10 @@ class SpeculativeConfig:
     def has_tree(self) -> bool:
         """Drafts may be trees."""
         return self.suffix_decoding_tree or self.speculative_token_tree is not None or self.eagle_topk > 1
+
+    @property
+    def chooses_by_goodput(self) -> bool:
+        return self.adaptive and self.num_speculative_tokens_per_batch_size is None
 
     @cached_property
     def most(self) -> int:
@@ -182,6 +188,8 @@ class SpeculativeConfig:
             raise _error("eagle_topk", self.eagle_topk, "and speculative_token_tree are two kinds of trees: give one")
         if self.eagle_num_steps is not None and self.eagle_topk == 1:
             raise _error("eagle_num_steps", self.eagle_num_steps, "is the depth of a tree: give eagle_topk over 1 too")
+        if self.eagle_num_steps is not None and self.eagle_num_steps > self.most:
+            raise _error("eagle_num_steps", self.eagle_num_steps, f"must be at most the {self.most} drafts of a tree")
         if table is not None:
             if tree is not None:
                 raise _error("num_speculative_tokens_per_batch_size", table, "has no use: a static tree is one size")
