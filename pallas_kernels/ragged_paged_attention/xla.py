@@ -4,8 +4,8 @@ The work of a step is a flat list of items, each a few queries against one KV bl
 with a dynamic trip count goes through the list, so the cost follows the sum of the real lengths, never the longest row
 and never the pool. Partial softmaxes merge with the usual running maximum and sum (FlashAttention-2, Dao 2023).
 
-Three passes: rows of one token, many items at a time because each is small; then rows of a few tokens in small tiles,
-which waste little, and long ones in large tiles, which multiply faster.
+Rows of one token, and those of a few, as drafts make them, are computed many items at a time because each is small;
+then longer rows in small tiles, which waste little, and long ones in large tiles, which multiply faster.
 
 Operands are laid out so that the two products of an item are plain batched ones, [C, K] x (M, H, W): otherwise XLA
 transposes one of them, or the scores, in every loop step.
@@ -38,6 +38,7 @@ class _Tile(NamedTuple):
 
 # Measured on 2 CPU cores with the 135M shapes, see docs/performance.md.
 _DECODE = _Tile(32, 1, 128)
+_FEW = _Tile(8, 16, 256)  # queries: at most
 _SHORT = _Tile(1, 32, 64)
 _LONG = _Tile(1, 128, 256)
 _LONG_ROW = 128  # new tokens
@@ -92,6 +93,9 @@ class _Cache(NamedTuple):
         return keys, keys[..., : self.value_dim] if shared else self.gather(self.values, page, 1)
 
 
+_OF_ROWS = ("page_table", "kv_lens", "first_new")
+
+
 class _Queries(NamedTuple):
     """C items of M queries each."""
 
@@ -138,15 +142,22 @@ def attend_pages(
     queries = queries.reshape(num_tokens, num_kv_heads, -1, q.shape[2])  # [T, K, G, H]
     finish = partial(_finish, sinks=sinks, shape=(*q.shape[:2], value_dim), dtype=q.dtype)
 
-    decoded = _attend_rows(queries[:num_rows], cache, distribution[0])
+    row = jnp.arange(num_rows)
+    decoded = _attend_rows(queries[:num_rows, None], None, cache, jnp.where(row < distribution[0], 1, 0), _DECODE)
+    decoded = _Partial(*(part[:, 0] for part in decoded))
     if num_tokens == num_rows:  # a decode-only shape: every row has one token, row s is token s
         return finish(decoded)
-    # Rows that are not decoded got nothing in the first pass, tokens of decoded rows get nothing in the second.
-    chunked = _nothing((num_tokens + _LONG.queries, *queries.shape[1:3]), value_dim)
-    lengths = cu_q_lens[1:] - cu_q_lens[:-1]
-    in_use = (jnp.arange(num_rows) >= distribution[0]) & (jnp.arange(num_rows) < distribution[2])
+    # Rows that are not decoded got nothing in the first pass, tokens of decoded rows get nothing in the others.
+    lengths = jnp.where((row >= distribution[0]) & (row < distribution[2]), cu_q_lens[1:] - cu_q_lens[:-1], 0)
+    few = min(num_tokens // num_rows, _FEW.queries)
+    chunked = _nothing((num_tokens, *queries.shape[1:3]), value_dim)
+    if few > 1:
+        lengths_here = jnp.where(lengths <= few, lengths, 0)
+        chunked = _attend_few(queries, tree_mask, cache, cu_q_lens, lengths_here, _FEW._replace(queries=few))
+        lengths = lengths - lengths_here
+    chunked = _put(_nothing((num_tokens + _LONG.queries, *queries.shape[1:3]), value_dim), chunked, 0)
     for tile, mine in ((_SHORT, lengths < _LONG_ROW), (_LONG, lengths >= _LONG_ROW)):
-        lengths_here = jnp.where(in_use & mine, lengths, 0)
+        lengths_here = jnp.where(mine, lengths, 0)
         chunked = _attend_chunks(chunked, queries, tree_mask, cache, cu_q_lens, lengths_here, tile)
     chunked = _slice(chunked, 0, num_tokens)
     both = _combine(_slice(chunked, 0, num_rows), decoded)
@@ -290,34 +301,59 @@ def _first_block(position, cache: _Cache, tile: _Tile):
     return jnp.zeros_like(position) + cache.reach.oldest(position) // cache.block_tokens(tile)
 
 
-def _attend_rows(queries, cache: _Cache, num_decode) -> _Partial:
-    """Rows of one token, queries [S, K, G, H]: C items (row, KV block) at a time. Returns [S, K, G]."""
-    num_rows, num_kv_heads, group = queries.shape[:3]
-    tile = _DECODE
+def _attend_rows(queries, words, cache: _Cache, lengths, tile: _Tile) -> _Partial:
+    """Rows of `lengths` [S] new tokens, up to Q, 0: not this one, nor those after it. C items (row, KV block) at a
+    time. Queries [S, Q, K, G, H], words [S, Q, words] of a `_Tree`. Returns [S, Q, K, G]."""
+    num_rows, size, num_kv_heads, group, head_dim = queries.shape
     items = min(tile.items, num_rows)
-    position = cache.kv_lens - 1
-    first = _first_block(position, cache, tile)
-    count = jnp.where(jnp.arange(num_rows) < num_decode, position // cache.block_tokens(tile) + 1 - first, 0)
+    queries = queries.swapaxes(1, 2).reshape(num_rows, num_kv_heads, size * group, head_dim)
+    positions = (cache.kv_lens - lengths)[:, None] + jnp.arange(size)
+    first = _first_block(positions[:, 0], cache, tile)
+    count = jnp.where(lengths > 0, (cache.kv_lens - 1) // cache.block_tokens(tile) + 1 - first, 0)
     end = jnp.cumsum(count)
+    positions = jnp.repeat(positions, group, axis=1)  # [S, QG]
+    words = None if words is None else jnp.repeat(words, group, axis=1)
 
     def body(step, acc: _Partial) -> _Partial:
         item = step * items + jnp.arange(items)
         row = jnp.minimum(jnp.searchsorted(end, item, side="right", method="compare_all"), num_rows - 1)
         live = item < end[-1]
         kv_block = jnp.where(live, item - end[row] + count[row] + first[row], 0)
-        part = _attend_items(_Queries(queries[row], position[row][:, None], None), row, kv_block, live, cache, tile)
+        tree = None if words is None else _Tree(words[row], jnp.ones((items, size * group), bool))
+        part = _attend_items(_Queries(queries[row], positions[row], tree), row, kv_block, live, cache, tile)
         # Items are in order of rows, so they touch at most C consecutive ones: one slice in, one slice out.
         local = row - row[0]
         mine = (local == jnp.arange(items)[:, None]) & live  # [rows C, items C]
         old = _slice(acc, row[0], items)
         highest = jnp.where(mine[:, :, None, None], part.maximum, _LOWEST).max(1)
         weight = jnp.exp(part.maximum - highest[jnp.minimum(local, items - 1)])
-        total = jnp.einsum("rc,ckg->rkg", mine.astype(jnp.float32), part.total * weight)
-        output = jnp.einsum("rc,ckgh->rkgh", mine.astype(jnp.float32), part.output * weight[..., None])
+        total = jnp.einsum("rc,ckm->rkm", mine.astype(jnp.float32), part.total * weight)
+        output = jnp.einsum("rc,ckmh->rkmh", mine.astype(jnp.float32), part.output * weight[..., None])
         return _put(acc, _combine(old, _Partial(highest, total, output)), row[0])
 
-    acc = _nothing((num_rows + items, num_kv_heads, group), cache.value_dim)
-    return _slice(_loop(end[-1], items, body, acc), 0, num_rows)
+    acc = _nothing((num_rows + items, num_kv_heads, size * group), cache.value_dim)
+    acc = _slice(_loop(end[-1], items, body, acc), 0, num_rows)
+    return _Partial(*(a.reshape(num_rows, num_kv_heads, size, group, *a.shape[3:]).swapaxes(1, 2) for a in acc))
+
+
+def _attend_few(queries, tree_mask, cache: _Cache, cu_q_lens, lengths, tile: _Tile) -> _Partial:
+    """As `_attend_rows`, of queries [T, K, G, H] wherever they are. Returns [T, K, G]."""
+    num_tokens, num_rows, size = len(queries), len(lengths), tile.queries
+    rank = jnp.cumsum(lengths > 0) - 1  # of each row, among those of this pass: they come first
+    order = jnp.full(num_rows, num_rows - 1).at[jnp.where(lengths > 0, rank, num_rows)].set(jnp.arange(num_rows))
+    lengths_here = jnp.where(jnp.arange(num_rows) <= rank[-1], lengths[order], 0)
+    token = jnp.minimum(cu_q_lens[order, None] + jnp.arange(size), num_tokens - 1)  # [S, Q]
+    first = _Cache(**cache._asdict() | {name: getattr(cache, name)[order] for name in _OF_ROWS})
+    words = None if tree_mask is None else tree_mask[token]
+    part = _attend_rows(queries[token], words, first, lengths_here, tile)
+
+    token = jnp.arange(num_tokens)
+    row = jnp.minimum(jnp.searchsorted(cu_q_lens[1:], token, side="right", method="compare_all"), num_rows - 1)
+    offset = token - cu_q_lens[row]
+    mine = (offset < lengths[row])[:, None, None]
+    maximum, total, output = (a[rank[row], jnp.minimum(offset, size - 1)] for a in part)
+    return _Partial(jnp.where(mine, maximum, _LOWEST), jnp.where(mine, total, 0),
+                    jnp.where(mine[..., None], output, 0))  # fmt: skip
 
 
 def _attend_chunks(acc: _Partial, queries, tree_mask, cache: _Cache, cu_q_lens, lengths, tile: _Tile) -> _Partial:

@@ -67,6 +67,11 @@ CASES = {
     "short and long chunks": Case(rows=((1, 9), (31, 64), (127, 127), (128, 400), (129, 130)), num_tokens=512),
     "chunk in the middle": Case(rows=((37, 150),)),
     "mixed": Case(rows=((1, 40), (1, 129), (64, 64), (3, 200), (70, 71)), num_tokens=160, num_rows=8),
+    "a few tokens a row": Case(rows=((2, 300), (9, 9), (9, 400), (3, 130), (5, 256)), num_tokens=72, num_rows=8),
+    "a few tokens a row, long rows between": Case(
+        rows=((1, 9), *((2, 20),) * 5, (40, 50), *((4, 70),) * 7, (25, 25), (3, 9)), num_tokens=128, num_rows=32,
+    ),
+    "a few tokens, more rows than at a time": Case(rows=((9, 40),) * 19, num_tokens=288, num_rows=32),
     "whole pages": Case(rows=((1, 16), (8, 16), (16, 16), (8, 8))),
     "no rows": Case(rows=(), num_rows=4, num_tokens=16),
     "one head": Case(rows=((1, 20), (20, 20)), heads=(1, 1)),
