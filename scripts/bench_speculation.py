@@ -3,16 +3,21 @@
     python -m scripts.bench_speculation                                      # off, ngram, suffix
     python -m scripts.bench_speculation --config '{"method": "eagle3", "model": "heads", "num_speculative_tokens": 4}'
 
-All engines are in this process and take turns, each round with new prompts that all of them get, greedily. A rate is of
-whole batches, prompts included; the median over rounds is told, and its ratio to none. Accepted: tokens that a draft
-brought a sequence's step on average, where there was one. Tables are printed, a JSON file and a picture saved.
+For each number of streams the engines are in this process and take turns, each round with new prompts that all of them
+get, greedily: several for each stream, the next one as soon as one ends. A rate is of a whole round, prompts included;
+the median over rounds is told, and its ratio to none. Accepted: tokens that a draft brought a sequence's step on
+average, where there was one. Tables are printed, a JSON file and a picture saved.
 """
 
 import argparse
+import gc
 import statistics
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack
+from operator import ne
 from pathlib import Path
 from random import Random
 
@@ -28,6 +33,7 @@ from serving.llm import LLM
 from serving.request import SamplingParams
 
 OFF = "off"
+PROMPTS = 4  # of a round, for each stream
 DEFAULTS = (
     '{"method": "ngram", "num_speculative_tokens": 8}',
     '{"method": "suffix", "num_speculative_tokens": 8}',
@@ -35,27 +41,25 @@ DEFAULTS = (
 
 
 class Bench:
-    """The engines, and what was measured of them."""
+    """What was measured of engines with these names."""
 
-    def __init__(self, engines: dict[str, LLM], max_tokens: int, temperature: float):
-        self._engines = engines
+    def __init__(self, names: list[str], max_tokens: int, temperature: float):
+        self._names = names
         self._sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0)
         self.rates: dict[tuple[str, int, str], list[float]] = defaultdict(list)  # workload, streams, engine
         self.drafts: dict[tuple[str, int, str], list[tuple[int, int, int]]] = defaultdict(list)
-        self.outputs_differ = 0  # batches whose outputs were not those of the first engine
+        self.outputs = self.outputs_differ = 0  # with speculation; those that are not the first engine's
 
-    def round(self, workload: str, streams: int, batches: int, seed: int, *, count: bool = True) -> None:
-        prompts = [WORKLOADS[workload](Random(f"{seed} {streams} {batch}"), streams) for batch in range(batches)]
-        names = list(self._engines)
+    def round(self, engines: dict[str, LLM], workload: str, streams: int, seed: int, *, count: bool = True) -> None:
+        prompts = WORKLOADS[workload](Random(f"{seed} {streams}"), PROMPTS * streams)
+        names = self._names
         turn = seed % len(names)
         outputs = {}
         for name in names[turn:] + names[:turn]:  # whoever comes first has no advantage
-            llm = self._engines[name]
-            before, began, tokens = llm.service.engine.stats, time.perf_counter(), 0
-            outputs[name] = []
-            for batch in prompts:
-                results = llm.chat(batch, self._sampling, use_tqdm=False)
-                outputs[name] += [result.outputs[0].token_ids for result in results]
+            llm = engines[name]
+            before, began = llm.service.engine.stats, time.perf_counter()
+            results = llm.chat(prompts, self._sampling, use_tqdm=False)
+            outputs[name] = [result.outputs[0].token_ids for result in results]
             seconds, after = time.perf_counter() - began, llm.service.engine.stats
             tokens = sum(map(len, outputs[name]))
             if count:
@@ -63,12 +67,14 @@ class Bench:
                 self.drafts[workload, streams, name].append(
                     (after.num_drafts - before.num_drafts, after.accepted_tokens - before.accepted_tokens, tokens)
                 )
-        self.outputs_differ += sum(outputs[name] != outputs[names[0]] for name in names[1:])
+        self.outputs += len(prompts) * (len(names) - 1)
+        for name in names[1:]:
+            self.outputs_differ += sum(map(ne, outputs[name], outputs[names[0]]))
 
     def rows(self, workload: str, streams: int) -> list[dict]:
-        base = statistics.median(self.rates[workload, streams, next(iter(self._engines))])
+        base = statistics.median(self.rates[workload, streams, self._names[0]])
         rows = []
-        for name in self._engines:
+        for name in self._names:
             rates = self.rates[workload, streams, name]
             drafts, accepted, tokens = map(sum, zip(*self.drafts[workload, streams, name], strict=True))
             rows.append({
@@ -140,8 +146,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     parser.add_argument("--out", type=Path, default=Path("bench-results"))
     args = parser.parse_args()
-    if min(args.rounds, args.max_tokens, *args.streams) < 1 or max(args.streams) > 96:
-        parser.error("--rounds, --max-tokens and --streams must be at least 1, --streams at most 96")
+    if min(args.rounds, args.max_tokens, *args.streams) < 1 or max(args.streams) > 80:
+        parser.error("--rounds, --max-tokens and --streams must be at least 1, --streams at most 80")
     try:
         args.config = {label(config): config for config in args.config or DEFAULTS}
     except ConfigError as error:
@@ -149,38 +155,44 @@ def parse() -> argparse.Namespace:
     return args
 
 
+def start(args: argparse.Namespace, streams: int, config: SpeculativeConfig | None) -> LLM:
+    return LLM(model=args.model, dtype=args.dtype, max_num_seqs=streams, max_model_len=512, block_size=16,
+               num_pages=1 + 32 * streams, speculative_config=config, progress=False)  # fmt: skip
+
+
+def measure(args: argparse.Namespace, bench: Bench, configs: dict[str, SpeculativeConfig | None], streams: int,
+            advance: Callable[[], None]) -> None:  # fmt: skip
+    with ExitStack() as stack:
+        engines = {name: stack.enter_context(start(args, streams, config)) for name, config in configs.items()}
+        for seed in range(args.rounds + 1):  # the first time is a warm-up
+            for workload in args.workloads:
+                bench.round(engines, workload, streams, seed, count=seed > 0)
+                advance()
+
+
 def main() -> None:
     args, console = parse(), Console()
-    options = {"model": args.model, "dtype": args.dtype, "max_num_seqs": max(args.streams), "max_model_len": 512,
-               "num_pages": 1 + 32 * max(args.streams), "block_size": 16}  # fmt: skip
-    engines: dict[str, LLM] = {}
+    configs = {OFF: None, **{name: SpeculativeConfig.parse(config) for name, config in args.config.items()}}
+    bench = Bench(list(configs), args.max_tokens, args.temperature)
+    plan = [(workload, streams) for workload in args.workloads for streams in args.streams]
     try:
-        for name, config in {OFF: None, **args.config}.items():
-            console.print(f"[bold]Starting {name}[/]")
-            parsed = None if config is None else SpeculativeConfig.parse(config)
-            engines[name] = LLM(**options, speculative_config=parsed)
-        bench = Bench(engines, args.max_tokens, args.temperature)
-        plan = [(workload, streams) for workload in args.workloads for streams in args.streams]
         with Progress(console=console) as progress:
             task = progress.add_task("Rounds, each with all engines", total=len(plan) * (args.rounds + 1))
-            for seed in range(args.rounds + 1):
-                for workload, streams in plan:  # the first time is a warm-up
-                    bench.round(workload, streams, -(-4 // streams), seed, count=seed > 0)
-                    progress.advance(task)
+            for streams in args.streams:
+                measure(args, bench, configs, streams, advance=lambda: progress.advance(task))
+                gc.collect()  # an engine has thousands of mappings, of which a process may have 65,530
     except ConfigError as error:
         sys.exit(f"error: {error}")
-    finally:
-        for llm in engines.values():
-            llm.close()
     rows = [row for workload, streams in plan for row in bench.rows(workload, streams)]
-    show(console, rows, list(engines))
+    show(console, rows, list(configs))
     if not args.temperature:
-        console.print(f"Batches whose outputs differ from those without speculation: {bench.outputs_differ}")
+        console.print(f"Outputs that differ from those without speculation: {bench.outputs_differ} of {bench.outputs}")
     path = report.save_json(args.out, report.header(
         "speculation", ["python", "-m", "scripts.bench_speculation", *sys.argv[1:]], configs=args.config, rows=rows,
-        rounds=args.rounds, max_tokens=args.max_tokens, outputs_differ=bench.outputs_differ))  # fmt: skip
+        rounds=args.rounds, max_tokens=args.max_tokens, outputs=bench.outputs,
+        outputs_differ=bench.outputs_differ))  # fmt: skip
     picture = path.with_suffix(".png")
-    draw(picture, rows, list(engines))
+    draw(picture, rows, list(configs))
     console.print(f"Saved {path} and {picture}")
 
 

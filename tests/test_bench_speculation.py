@@ -33,17 +33,18 @@ def test_rates_ratios_and_what_was_accepted(monkeypatch: pytest.MonkeyPatch, tmp
     clock = [0.0]
     monkeypatch.setattr(bench_speculation.time, "perf_counter", lambda: clock[0])
     engines = {"off": Engine(clock, 2.0, 0), "ngram": Engine(clock, 0.8, 3)}
-    bench = bench_speculation.Bench(engines, max_tokens=10, temperature=0)  # type: ignore[arg-type]
-    bench.round("chat", 2, 2, seed=0, count=False)
+    bench = bench_speculation.Bench(list(engines), max_tokens=10, temperature=0)
+    bench.round(engines, "chat", 1, seed=0, count=False)  # type: ignore[arg-type]
     for seed in (1, 2, 3):
-        bench.round("chat", 2, 2, seed=seed)
-    off, ngram = rows = bench.rows("chat", 2)
-    assert (off["tokens_per_second"], off["ratio"], off["accepted_per_draft"]) == (10.0, 1.0, None)
-    assert (ngram["tokens_per_second"], ngram["ratio"], ngram["accepted_per_draft"]) == (25.0, 2.5, 3.0)
-    assert ngram["accepted_share"] == 0.6 and ngram["by_round"] == [25.0] * 3 and not bench.outputs_differ
+        bench.round(engines, "chat", 1, seed=seed)  # type: ignore[arg-type]
+    off, ngram = rows = bench.rows("chat", 1)
+    assert (off["tokens_per_second"], off["ratio"], off["accepted_per_draft"]) == (20.0, 1.0, None)
+    assert (ngram["tokens_per_second"], ngram["ratio"], ngram["accepted_per_draft"]) == (50.0, 2.5, 3.0)
+    assert ngram["accepted_share"] == 0.6 and ngram["by_round"] == [50.0] * 3
+    assert (bench.outputs, bench.outputs_differ) == (16, 0)
     console = Console(width=120, record=True, file=StringIO())
     bench_speculation.show(console, rows, list(engines))
-    assert "25.0 (2.50x; 3.00, 60%)" in console.export_text()
+    assert "50.0 (2.50x; 3.00, 60%)" in console.export_text()
     bench_speculation.draw(tmp_path / "picture.png", rows, list(engines))
     assert (tmp_path / "picture.png").stat().st_size > 5000
 

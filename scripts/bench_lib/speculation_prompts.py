@@ -49,7 +49,8 @@ QUESTIONS = (
     "What are the main parts of a computer?", "How can I learn to play the guitar?",
     "Tell me a story about a brave mouse.", "What is photosynthesis?", "Describe the water cycle.",
 )  # fmt: skip
-FLAVOURS = ("", " Keep it short.", " Give an example.", " Use simple words.", " I am in {place}.", " I am {name}.")
+FLAVOURS = ("", " Keep it short.", " Give an example.", " Use simple words.",
+            *(f" I am in {place}." for place in PLACES), *(f" I am {name}." for name in NAMES))  # fmt: skip
 
 
 def extractive(rng: Random, count: int) -> list[list[Message]]:
@@ -67,9 +68,8 @@ def extractive(rng: Random, count: int) -> list[list[Message]]:
 
 def chat(rng: Random, count: int) -> list[list[Message]]:
     """Questions, mostly answered in words of the model's own."""
-    flavours = [flavour.format(place=rng.choice(PLACES), name=rng.choice(NAMES)) for flavour in FLAVOURS]
-    pairs = [question + flavour for question in QUESTIONS for flavour in flavours]
-    return [_user(text) for text in rng.sample(pairs, count)]
+    questions = [question + flavour for question in QUESTIONS for flavour in FLAVOURS]
+    return [_user(text) for text in rng.sample(questions, count)]
 
 
 def _user(text: str) -> list[Message]:
