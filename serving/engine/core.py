@@ -110,8 +110,7 @@ class EngineCore:
         began = time.perf_counter()
         # Tokens of a tree that are accepted out of place are fed again: a decoding row may have some more.
         if all(row.num_tokens - row.num_drafts <= 1 + step.plan.draft_length for row in step.plan.rows):
-            num_rows = max(len(group.rows) for group in step.plan.groups)
-            self._scheduler.speculation.observe_step(num_rows, step.plan.draft_length, began - self._last_result)
+            self._scheduler.speculation.observe_step(step.plan, began - self._last_result)
         self._last_result = began
         events = self._scheduler.update(step, result)
         self._count(step, result)

@@ -143,7 +143,7 @@ class Scheduler:
                 continue
             if row.draft is not None:
                 accepted[i] = len(result.token_ids[i]) - 1
-                self.speculation.count(row.draft, accepted[i])
+                self.speculation.count(seq, row.draft, accepted[i])
             elif row.samples and row.num_tokens == 1:
                 accepted[i] = 0
             event = self._outputs.take(seq, row, result, i)

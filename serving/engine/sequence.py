@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from serving.decoding.matcher import Matcher
+from serving.decoding.speculation.chance import Chance
 from serving.engine.plan import Draft
 from serving.engine.sampling_state import SamplingState
 from serving.kv.cache import PageTable
@@ -65,6 +66,7 @@ class Sequence:
         self.matcher = matcher  # of the grammar that its output follows, moved on by all known output tokens
         self.mask_words = mask_words  # int32 words of a mask over the vocabulary
         self.draft: Draft | None = None  # proposed by the device after the last known token
+        self.draft_chance = Chance()
         self.verifying = False  # a row with drafts is in flight
         self.num_untold = 0  # of the known tokens, the last ones, forced by the grammar and in no event yet
         self.prefill_end = self.prompt_len  # tokens that it had when it was let run, which have their pages since

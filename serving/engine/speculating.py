@@ -58,7 +58,8 @@ class Speculation:
         kept = draft.only(valid)
         return (kept, masks[np.concatenate([[True], valid])]) if len(kept) else (None, masks[:1])
 
-    def count(self, draft: Draft, num_accepted: int) -> None:
+    def count(self, seq: Sequence, draft: Draft, num_accepted: int) -> None:
+        seq.draft_chance.observe(len(draft), num_accepted, seq.num_tokens)
         stats, per_position = self._stats, self._stats.accepted_per_position
         stats.num_drafts += 1
         stats.draft_tokens += len(draft)
@@ -79,9 +80,12 @@ class Speculation:
             had = [count for count, draft in zip(accepted.values(), drafts, strict=True) if draft]
             self._parts.length.observe_rows(min(max(drafts), step.draft_length), had)
 
-    def observe_step(self, num_rows: int, num_drafts: int, seconds: float) -> None:
+    def observe_step(self, step: StepPlan, seconds: float) -> None:
+        """A step of decoding rows only."""
         if self._parts is not None:
-            self._parts.length.observe_step(num_rows, num_drafts, seconds)
+            num_rows = max(len(group.rows) for group in step.groups)
+            mean_drafts = sum(row.num_drafts for row in step.rows) / len(step.rows)
+            self._parts.length.observe_step(num_rows, step.draft_length, mean_drafts, seconds)
 
     def forget(self, seq: Sequence) -> None:
         if self._parts is not None and self._parts.drafter is not None:
@@ -94,6 +98,8 @@ class Speculation:
             return None
         if self._parts.tree_tokens:
             most = min(most, self._parts.tree_tokens - num_known)
+        elif self._parts.drafter is not None:  # those on the device are made for all rows, and cut by the length alone
+            most = min(most, seq.draft_chance.worth(self._parts.length.least_chance, seq.num_tokens))
         if self._parts.drafter is None:
             return None if seq.draft is None or most < 1 else seq.draft.first(most)
         tokens, request_id = seq.tokens[: seq.num_tokens], seq.request.request_id

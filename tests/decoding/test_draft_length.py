@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from serving.decoding.speculation.acceptance import Acceptance
 from serving.decoding.speculation.adaptive import MARGIN, GoodputLength
+from serving.decoding.speculation.chance import Chance
 from serving.decoding.speculation.config import SpeculativeConfig
 from serving.decoding.speculation.drafter import DraftLength
 from serving.decoding.speculation.lengths import FixedLength, TableLength
@@ -31,31 +32,47 @@ def measured(lengths: tuple[int, ...], seconds: Callable[[int], float], rows: tu
 
 
 class Simulation:
-    """`rows` sequences whose steps take `seconds(length)`, times a noise; drafts are accepted with a chance that may
-    change from step to step."""
+    """`rows` sequences whose steps take `seconds(drafts of a row)`, times a noise; a row's drafts are accepted with a
+    chance that may change from step to step. Each drafts what its own are worth, on_host."""
 
     def __init__(self, length: DraftLength, rows: int, seconds: Callable[[int], float], *, noise: float = 0.05,
-                 speed: Of = lambda step: 1.0):  # fmt: skip
+                 speed: Of = lambda step: 1.0, on_host: bool = True):  # fmt: skip
         self.length, self.rows, self.seconds, self.noise, self.speed = length, rows, seconds, noise, speed
         self.chosen: list[int] = []
-        self.tokens = self.ideal_tokens = 0.0
+        self.chances = [Chance() for _ in range(rows)] if on_host else []
+        self.num_tokens = [0] * rows
         self._rng = Random(0)
 
-    def run(self, num_steps: int, acceptance: float, among: tuple[int, ...]) -> float:
-        """Returns tokens a second, as a share of what the best of some lengths would have brought."""
+    def run(self, num_steps: int, acceptance: float | tuple[float, ...], among: tuple[int, ...]) -> float:
+        """Returns tokens a second, as a share of what the best of some lengths would have brought. Several acceptances
+        are those of the rows in turn."""
+        of_rows = acceptance if isinstance(acceptance, tuple) else (acceptance,)
+        of_rows = [of_rows[row % len(of_rows)] for row in range(self.rows)]
         tokens = time = 0.0
-        best = max(expected_tokens(k, acceptance) / self.seconds(k) for k in (0, *among)) * self.rows
+        best = max(sum(expected_tokens(k, one) for one in of_rows) / self.seconds(k) for k in (0, *among))
         for _ in range(num_steps):
             k = self.length.choose(self.rows)
             speed = self.speed(len(self.chosen))
-            took = self.seconds(k) / speed * self._rng.uniform(1 - 2 * self.noise, 1 + 2 * self.noise)
-            accepted = [min(k, int(math.log(1 - self._rng.random(), acceptance))) for _ in range(self.rows)]
+            drafts = [self.drafts_of(row, k) for row in range(self.rows)]
+            took = self.seconds(sum(drafts) / self.rows) / speed
+            took *= self._rng.uniform(1 - 2 * self.noise, 1 + 2 * self.noise)
+            accepted = [min(most, int(math.log(1 - self._rng.random(), one)))
+                        for most, one in zip(drafts, of_rows, strict=True)]  # fmt: skip
             if k:
                 self.length.observe_rows(k, accepted)
-            self.length.observe_step(self.rows, k, took)
+            for row, chance in enumerate(self.chances):
+                if drafts[row]:
+                    chance.observe(drafts[row], accepted[row], self.num_tokens[row])
+                self.num_tokens[row] += 1 + accepted[row]
+            self.length.observe_step(self.rows, k, sum(drafts) / self.rows, took)
             self.chosen.append(k)
             tokens, time = tokens + self.rows + sum(accepted), time + took * speed
         return tokens / time / best
+
+    def drafts_of(self, row: int, length: int) -> int:
+        if not self.chances:
+            return length
+        return min(length, self.chances[row].worth(self.length.least_chance, self.num_tokens[row]))
 
     def most_chosen(self, last: int) -> int:
         return max(self.chosen, key=self.chosen[-last:].count)
@@ -63,7 +80,8 @@ class Simulation:
 
 def simulated(lengths: tuple[int, ...], rows: int, seconds: Callable[[int], float], *, on_device: bool = False
               ) -> Simulation:  # fmt: skip
-    return Simulation(GoodputLength(lengths, measured(lengths, seconds), on_device=on_device), rows, seconds)
+    length = GoodputLength(lengths, measured(lengths, seconds), on_device=on_device)
+    return Simulation(length, rows, seconds, on_host=not on_device)
 
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 13, 17, 24)
@@ -97,6 +115,15 @@ def test_costs_little_where_it_never_pays(lengths, rows, cost):
     assert simulation.run(48, 0.05, lengths) > (0.97 if rows > 4 else 0.8)  # acceptance is learned from rows
     assert simulation.run(600, 0.05, lengths) > 0.97
     assert simulation.most_chosen(last=300) == 0
+
+
+@pytest.mark.parametrize(("rows", "cost"), [(4, 0.2), (16, 0.3), (32, 0.4)])
+def test_some_sequences_copy_and_others_say_something_new(rows, cost):
+    """One length for all would have to do for both."""
+    lengths = (1, 3, 8)
+    simulation = simulated(lengths, rows, lambda k: 0.02 * (1 + cost * k))
+    simulation.run(200, (0.95, 0.05), lengths)
+    assert simulation.run(500, (0.95, 0.05), lengths) > 1.2
 
 
 def test_follows_the_workload_both_ways():
@@ -178,11 +205,49 @@ def test_choices_need_no_observations():
         assert length.choose(3) == first
 
 
+def test_a_draft_is_worth_what_it_costs():
+    """A tenth of a step each, where three of four are right: 3.4 times as many tokens in 1.8 times the time."""
+    length = GoodputLength((8,), measured((8,), lambda k: 0.01 * (1 + 0.1 * k)))
+    for _ in range(200):
+        length.observe_rows(8, [min(8, n) for n in (0, 1, 2, 8)])
+    assert length.choose(4) == 8
+    assert length.least_chance == pytest.approx(0.1 * (1 + 11 / 4) / 1.8, rel=0.2)  # a first guess still counts
+    free = GoodputLength((8,), measured((8,), lambda k: 0.01))
+    assert free.choose(4) == 8 and free.least_chance == 0
+
+
+@given(st.lists(st.tuples(st.integers(1, 24), st.integers(0, 24), st.integers(1, 400)), max_size=60))
+def test_chances_follow_a_sequence(drafts):
+    chance, num_tokens, before = Chance(), 5, 0
+    for tried, accepted, gap in drafts:
+        num_tokens, accepted = num_tokens + gap, min(accepted, tried)
+        before = chance.worth(0.5, num_tokens)
+        assert chance.worth(0.0, num_tokens) >= 1000 >= before >= chance.worth(0.9, num_tokens) >= 0
+        assert chance.worth(1.0, num_tokens) == 0
+        chance.observe(tried, accepted, num_tokens)
+        after = chance.worth(0.5, num_tokens)
+        assert after >= before if accepted == tried else accepted or after <= before
+    assert chance.worth(0.5, num_tokens + 100_000) == Chance().worth(0.5, 0) == 6
+
+
+def test_a_sequence_that_drafts_badly_soon_stops_and_tries_again_later():
+    chance = Chance()
+    for num_tokens in range(10):
+        assert chance.worth(0.5, num_tokens) > 0
+        chance.observe(2, 0, num_tokens)
+    assert chance.worth(0.5, 10) == 0 < chance.worth(0.1, 10)
+    assert chance.worth(0.5, 40) > 0
+    for num_tokens in range(41, 68, 9):
+        chance.observe(8, 8, num_tokens)
+    assert chance.worth(0.5, 70) >= 8
+
+
 @given(
     calls=st.lists(
         st.one_of(
             st.tuples(st.just("choose"), st.integers(0, 40)),
-            st.tuples(st.just("step"), st.integers(1, 40), st.sampled_from([0, 2, 6]), st.floats(1e-4, 10)),
+            st.tuples(st.just("step"), st.integers(1, 40), st.sampled_from([0, 2, 6]), st.floats(0, 6),
+                      st.floats(1e-4, 10)),  # fmt: skip
             st.tuples(st.just("rows"), st.sampled_from([2, 6]), st.lists(st.integers(0, 2), max_size=5)),
         ),
         max_size=200,
@@ -198,6 +263,7 @@ def test_any_observations_in_any_order(calls, on_device):
             assert length.choose(*values) in (0, 2, 6)
         else:
             {"step": length.observe_step, "rows": length.observe_rows}[kind](*values)
+            assert 0 <= length.least_chance <= 1
 
 
 def test_acceptance_is_of_all_rows():

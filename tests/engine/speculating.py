@@ -16,10 +16,14 @@ class RandomLength:
         self._rng, self._lengths = rng, lengths
         self.rows_seen = 0
 
+    @property
+    def least_chance(self) -> float:
+        return self._rng.choice((0.0, 0.0, 0.3, 0.7))
+
     def choose(self, num_rows: int) -> int:
         return self._rng.choice(self._lengths)
 
-    def observe_step(self, num_rows: int, num_drafts: int, seconds: float) -> None:
+    def observe_step(self, num_rows: int, num_drafts: int, mean_drafts: float, seconds: float) -> None:
         raise AssertionError("the core tells this, not the scheduler")
 
     def observe_rows(self, num_drafts: int, accepted: Sequence[int]) -> None:

@@ -23,13 +23,19 @@ class Drafter(Protocol):
 class DraftLength(Protocol):
     """Decides how many drafts each row of a step may have."""
 
+    @property
+    def least_chance(self) -> float:
+        """A draft of the step that was chosen last is worth verifying if it is accepted with at least this chance."""
+        ...
+
     def choose(self, num_rows: int) -> int:
         """0: none, the step is an ordinary one. Otherwise one of the compiled lengths. num_rows: that decode, in the
         fullest data group."""
         ...
 
-    def observe_step(self, num_rows: int, num_drafts: int, seconds: float) -> None:
-        """How long a step of only decoding rows took, from one result to the next. num_drafts: as chosen."""
+    def observe_step(self, num_rows: int, num_drafts: int, mean_drafts: float, seconds: float) -> None:
+        """How long a step of only decoding rows took, from one result to the next. num_drafts: as chosen;
+        mean_drafts: that rows had on average."""
         ...
 
     def observe_rows(self, num_drafts: int, accepted: Sequence[int]) -> None:

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 class FixedLength:
     """See `serving.decoding.speculation.drafter.DraftLength`."""
 
+    least_chance = 0.0  # as many as there are
+
     def __init__(self, length: int):
         self._length = length
 
     def choose(self, num_rows: int) -> int:
         return self._length
 
-    def observe_step(self, num_rows: int, num_drafts: int, seconds: float) -> None:
+    def observe_step(self, num_rows: int, num_drafts: int, mean_drafts: float, seconds: float) -> None:
         pass
 
     def observe_rows(self, num_drafts: int, accepted: Sequence[int]) -> None:
