@@ -2,9 +2,11 @@
 compilation: tiny models take seconds to compile and milliseconds to run. Modules marked `optimized` compile as a server
 does, and so do the servers of tests/e2e."""
 
+import ctypes
 import gc
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +21,15 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "0"
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist, which reads the marks here
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of workers side by side (`--dist loadgroup`) one runs a whole file, whose tests share what they build; and one
+    all that share servers."""
+    for item in items:
+        whole = item.path.parent if item.path.parent.name == "e2e" else item.path
+        item.add_marker(pytest.mark.xdist_group(str(whole.relative_to(item.config.rootpath))))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -42,6 +53,8 @@ def forget_programs(request: pytest.FixtureRequest) -> Iterator[None]:
 
         gc.collect()
         jax.clear_caches()
+        if sys.platform == "linux":  # whose allocator keeps what was freed
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture(scope="session")

@@ -93,9 +93,6 @@ class _Cache(NamedTuple):
         return keys, keys[..., : self.value_dim] if shared else self.gather(self.values, page, 1)
 
 
-_OF_ROWS = ("page_table", "kv_lens", "first_new")
-
-
 class _Queries(NamedTuple):
     """C items of M queries each."""
 
@@ -135,8 +132,9 @@ def attend_pages(
     num_tokens, num_rows = q.shape[0], kv_lens.shape[0]
     values, scales = kv_pages if isinstance(kv_pages, QuantizedPages) else (kv_pages, None)
     num_kv_heads, page_size = values.shape[3:5]
-    table = jnp.pad(page_table, ((0, 0), (0, max(_DECODE.keys, _LONG.keys) // page_size)))
-    first_new = kv_lens - (cu_q_lens[1:] - cu_q_lens[:-1])
+    table = jnp.pad(page_table, ((0, 0), (0, max(_DECODE.keys, _FEW.keys, _LONG.keys) // page_size)))
+    lengths = cu_q_lens[1:] - cu_q_lens[:-1]
+    first_new = kv_lens - lengths
     cache = _Cache(values, value_dim, scales, kv_bias, layer, table, kv_lens, first_new, reach, soft_cap)
     queries = (q.astype(jnp.float32) * scale).astype(q.dtype)
     queries = queries.reshape(num_tokens, num_kv_heads, -1, q.shape[2])  # [T, K, G, H]
@@ -148,7 +146,7 @@ def attend_pages(
     if num_tokens == num_rows:  # a decode-only shape: every row has one token, row s is token s
         return finish(decoded)
     # Rows that are not decoded got nothing in the first pass, tokens of decoded rows get nothing in the others.
-    lengths = jnp.where((row >= distribution[0]) & (row < distribution[2]), cu_q_lens[1:] - cu_q_lens[:-1], 0)
+    lengths = jnp.where((row >= distribution[0]) & (row < distribution[2]), lengths, 0)
     few = min(num_tokens // num_rows, _FEW.queries)
     chunked = _nothing((num_tokens, *queries.shape[1:3]), value_dim)
     if few > 1:
@@ -343,7 +341,8 @@ def _attend_few(queries, tree_mask, cache: _Cache, cu_q_lens, lengths, tile: _Ti
     order = jnp.full(num_rows, num_rows - 1).at[jnp.where(lengths > 0, rank, num_rows)].set(jnp.arange(num_rows))
     lengths_here = jnp.where(jnp.arange(num_rows) <= rank[-1], lengths[order], 0)
     token = jnp.minimum(cu_q_lens[order, None] + jnp.arange(size), num_tokens - 1)  # [S, Q]
-    first = _Cache(**cache._asdict() | {name: getattr(cache, name)[order] for name in _OF_ROWS})
+    first = cache._replace(page_table=cache.page_table[order], kv_lens=cache.kv_lens[order],
+                           first_new=cache.first_new[order])  # fmt: skip
     words = None if tree_mask is None else tree_mask[token]
     part = _attend_rows(queries[token], words, first, lengths_here, tile)
 

@@ -9,7 +9,7 @@ from serving.request import EngineRequest
 
 POLL_SECONDS = 0.002  # of an engine that has nothing else to do
 
-Compile = Callable[[str], Future]  # a grammar to its Matcher, or InvalidRequest
+Compile = Callable[[str], Future]  # a grammar to its Matcher, InvalidRequest or Overloaded
 
 
 class Compiling:

@@ -19,7 +19,7 @@ def test_requests_made_from_the_schema(start_tiny: Callable[..., Server], tmp_pa
     server = start_tiny("--max-model-len", "128")  # requests without max_tokens fill the context
     command = [
         str(Path(sys.executable).with_name("schemathesis")), "run", f"{server.url}/openapi.json",
-        "--checks", ",".join(CHECKS), "--phases", "coverage,fuzzing", "--max-examples", "6",
+        "--checks", ",".join(CHECKS), "--phases", "coverage,fuzzing", "--max-examples", "4",
         "--seed", "1", "--generation-database", "none",
         "--request-timeout", "60", "--continue-on-failure", "--no-color",
     ]  # fmt: skip

@@ -28,6 +28,8 @@ LIMITS = LLParserLimits(max_lexer_states=50_000, max_items_in_row=20_000, verbos
 STACK_BYTES = 256 << 20  # used as far as needed: llguidance recurses from $ref to $ref and from rule to rule
 NICENESS = 10  # of the threads: one tenth of a core that the engine wants
 PARAM = "structured_outputs"
+# More than can run, for slow compiles not to hold up quick ones; few enough for each to be done in time.
+THREADS = max(4, min(2 * (os.cpu_count() or 1), 16))
 
 
 class Compiler:
@@ -37,18 +39,18 @@ class Compiler:
     matchers tell what is forced, beside the end. timeout: in seconds, of a compile and of its wait for a thread.
     """
 
-    def __init__(self, make_vocabulary: Callable[[], Vocabulary], *, fast_forward: bool = True, threads: int = 16,
+    def __init__(self, make_vocabulary: Callable[[], Vocabulary], *, fast_forward: bool = True, threads: int = THREADS,
                  timeout: float = 30.0, cache_size: int = 128):
         self._make_vocabulary, self._fast_forward = make_vocabulary, fast_forward
         self._timeout, self._cache_size = timeout, cache_size
         self._vocabulary: Vocabulary | None = None
         self._vocabulary_lock = threading.Lock()
-        self._threads = threads
         self._pool = ThreadPoolExecutor(threads, "grammar", initializer=_yield_to_others)
         self._changed = threading.Condition()  # guards what follows
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._deadlines: deque[tuple[float, bool, str, Future[LLMatcher]]] = deque()
         self._watcher: threading.Thread | None = None  # of the deadlines, while there are any
+        self._last_done = 0.0  # when a compile ended
 
     def compile(self, grammar: str) -> Future[GrammarMatcher]:
         """A matcher of its own for each call; of equal grammars the first is compiled, the others are copies. The
@@ -61,6 +63,7 @@ class Compiler:
             while len(self._compiled) > self._cache_size:
                 self._compiled.popitem(last=False)
             if known is None:
+                base.add_done_callback(self._wake)
                 self._watch(grammar, base)
                 self._submit(grammar, base)
         made: Future[GrammarMatcher] = Future()
@@ -101,6 +104,8 @@ class Compiler:
             _settle(base, error=error)
         else:
             _settle(base, result)
+        finally:
+            self._last_done = time.monotonic()
 
     def _build(self, grammar: str) -> LLMatcher:
         with self._vocabulary_lock:
@@ -116,7 +121,6 @@ class Compiler:
     def _watch(self, grammar: str, base: Future[LLMatcher]) -> None:
         """Its time begins: to wait, or to be compiled."""
         self._deadlines.append((time.monotonic() + self._timeout, base.running(), grammar, base))
-        base.add_done_callback(self._wake)
         if self._watcher is None:
             self._watcher = threading.Thread(target=self._expire, name="grammar-timeouts", daemon=True)
             self._watcher.start()
@@ -139,11 +143,14 @@ class Compiler:
             self._watcher = None
 
     def _give_up(self, grammar: str, base: Future[LLMatcher]) -> None:
+        if not base.running() and self._last_done > time.monotonic() - self._timeout:
+            self._watch(grammar, base)  # its turn will come
+            return
         if self._compiled.get(grammar) is base:
             del self._compiled[grammar]  # another try may be luckier
         if not base.running():
-            _settle(base, error=Overloaded(f"{self._threads} other grammars are being compiled, and none of them was "
-                                           f"done within {self._timeout:g} seconds"))  # fmt: skip
+            _settle(base, error=Overloaded(f"no other grammar was compiled within {self._timeout:g} seconds, and no "
+                                           "thread was free for this one"))  # fmt: skip
             return
         log.warning("a grammar of %d characters was not compiled in %g s", len(grammar), self._timeout)
         _settle(base, error=InvalidRequest(
