@@ -10,8 +10,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from scipy import stats
 
+from checkpoints.orbax_folder import save_folder
+from serving.config import EngineConfig
 from serving.errors import ConfigError
 from serving.llm import LLM, SamplingParams
+from serving.loading import load_model
 from tests.model.harness import GOLDENS, all_logits, batch, kv_pages, load
 from tests.model.speculators import write_with_mtp
 from tests.runner.drafting import TARGET, engine
@@ -47,9 +50,11 @@ def without(tokenizer: str) -> dict[str, list[list[int]]]:
         return {"plain": run(llm, GREEDY, DRAWN), "penalized": run(llm, GREEDY, DRAWN, PENALIZED)}
 
 
-def test_the_target_as_its_own_draft_model_is_always_right(tokenizer: str, without):
-    """In chunks beside decoding rows, and again where the prefix cache has both models' pages."""
-    with engine(tokenizer, draft_model(TARGET)) as llm:
+def test_the_target_as_its_own_draft_model_is_always_right(tokenizer: str, without, tmp_path: Path):
+    """From an Orbax folder; in chunks beside decoding rows, and again where the prefix cache has both models' pages."""
+    loaded = load_model(EngineConfig(model=str(TARGET), dtype="float32"))
+    save_folder(tmp_path / "draft", loaded.stored_params, loaded.hf_config, {})
+    with engine(tokenizer, draft_model(tmp_path / "draft")) as llm:
         assert run(llm, GREEDY, DRAWN) == without["plain"]
         assert run(llm, GREEDY, DRAWN) == without["plain"]
         assert all_accepted(llm)
