@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 CACHE = Path.home() / ".cache" / "pageloom" / "xla"
 
@@ -23,13 +24,16 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "0"
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist, which reads the marks here
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of workers side by side (`--dist loadgroup`) one runs a whole file, whose tests share what they build; and one
-    all that share servers."""
-    for item in items:
-        whole = item.path.parent if item.path.parent.name == "e2e" else item.path
-        item.add_marker(pytest.mark.xdist_group(str(whole.relative_to(item.config.rootpath))))
+class FilesAndServers(LoadScopeScheduling):
+    """A worker runs a whole file, whose tests share what they build; one worker all tests that share servers."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = Path(nodeid.partition("::")[0])
+        return str(path.parent if path.parent.name == "e2e" else path)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScopeScheduling | None:
+    return FilesAndServers(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(autouse=True, scope="module")
