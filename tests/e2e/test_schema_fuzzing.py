@@ -16,10 +16,10 @@ CHECKS = ("not_a_server_error", "status_code_conformance", "content_type_conform
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_requests_made_from_the_schema(start_tiny: Callable[..., Server], tmp_path: Path):
-    server = start_tiny("--max-model-len", "128")  # requests without max_tokens fill the context
+    server = start_tiny("--max-model-len", "64")  # requests without max_tokens fill the context
     command = [
         str(Path(sys.executable).with_name("schemathesis")), "run", f"{server.url}/openapi.json",
-        "--checks", ",".join(CHECKS), "--phases", "coverage,fuzzing", "--max-examples", "4",
+        "--checks", ",".join(CHECKS), "--phases", "coverage,fuzzing", "--max-examples", "3",
         "--seed", "1", "--generation-database", "none",
         "--request-timeout", "60", "--continue-on-failure", "--no-color",
     ]  # fmt: skip

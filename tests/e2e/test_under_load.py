@@ -75,9 +75,9 @@ async def unhurried(server: Server, bodies: list[dict]) -> list[list[int]]:
 def test_200_requests_with_cancels_in_a_pool_too_small(server: Server, small_pool: Server):
     bodies = make_requests(200, seed=1, longest=24)
     for body in bodies:
-        body["max_tokens"] += 40  # grows by more pages than are kept free for it
+        body["max_tokens"] += 24  # grows by more pages than are kept free for it
     rng = random.Random(2)
-    fates = rng.choices(["finish", "drop", "give up", "too long"], [40, 25, 25, 10], k=200)
+    fates = rng.choices(["finish", "drop", "give up", "too long"], [25, 30, 30, 15], k=200)
     kept = [body for body, fate in zip(bodies, fates, strict=True) if fate == "finish"]
 
     async def meet(client: httpx.AsyncClient, body: dict, fate: str) -> list[int] | None:

@@ -121,7 +121,7 @@ row = st.tuples(st.integers(2, 40), st.integers(0, 150)).map(lambda r: (r[0], r[
 decode_row = st.integers(1, 300).map(lambda length: (1, length))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(decode=st.lists(decode_row, max_size=5), chunks=st.lists(row, max_size=4), seed=st.integers(0, 1000),
        reach=st.sampled_from([{}, {"window": 16}, {"window": 100}, {"chunk": 77}]),
        heads=st.sampled_from([(4, 2), (3, 3), (6, 1)]))
