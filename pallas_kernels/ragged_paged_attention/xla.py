@@ -148,12 +148,11 @@ def attend_pages(
     # Rows that are not decoded got nothing in the first pass, tokens of decoded rows get nothing in the others.
     lengths = jnp.where((row >= distribution[0]) & (row < distribution[2]), lengths, 0)
     few = min(num_tokens // num_rows, _FEW.queries)
-    chunked = _nothing((num_tokens, *queries.shape[1:3]), value_dim)
+    chunked = _nothing((num_tokens + _LONG.queries, *queries.shape[1:3]), value_dim)
     if few > 1:
         lengths_here = jnp.where(lengths <= few, lengths, 0)
-        chunked = _attend_few(queries, tree_mask, cache, cu_q_lens, lengths_here, _FEW._replace(queries=few))
-        lengths = lengths - lengths_here
-    chunked = _put(_nothing((num_tokens + _LONG.queries, *queries.shape[1:3]), value_dim), chunked, 0)
+        part = _attend_few(queries, tree_mask, cache, cu_q_lens, lengths_here, _FEW._replace(queries=few))
+        chunked, lengths = _put(chunked, part, 0), lengths - lengths_here
     for tile, mine in ((_SHORT, lengths < _LONG_ROW), (_LONG, lengths >= _LONG_ROW)):
         lengths_here = jnp.where(mine, lengths, 0)
         chunked = _attend_chunks(chunked, queries, tree_mask, cache, cu_q_lens, lengths_here, tile)
@@ -221,12 +220,17 @@ def _write(k, v, kv_pages: KVPages, layer, page_table, kv_lens, cu_q_lens, distr
 
 def slots_of(num_tokens: int, page_size: int, page_table, kv_lens, cu_q_lens, distribution):
     """Page [T] and place in it [T] of every new token; those of padding tokens lie in page 0."""
-    token = jnp.arange(num_tokens)
-    row = jnp.searchsorted(cu_q_lens[1:], token, side="right", method="compare_all")  # one fusion, no loop
+    token, row = jnp.arange(num_tokens), _row_of_tokens(num_tokens, cu_q_lens)
     real = row < distribution[2]
     row = jnp.minimum(row, kv_lens.shape[0] - 1)
     index = kv_lens[row] - cu_q_lens[row + 1] + token
     return jnp.where(real, page_table[row, jnp.where(real, index, 0) // page_size], 0), index % page_size
+
+
+def _row_of_tokens(num_tokens: int, cu_q_lens) -> jax.Array:
+    """The row of each token [T]; for those of no row, a number beyond the last."""
+    token = jnp.arange(num_tokens)
+    return jnp.searchsorted(cu_q_lens[1:], token, side="right", method="compare_all")  # one fusion, no loop
 
 
 def _attend_items(queries: _Queries, row, kv_block, live, cache: _Cache, tile: _Tile) -> _Partial:
@@ -346,9 +350,8 @@ def _attend_few(queries, tree_mask, cache: _Cache, cu_q_lens, lengths, tile: _Ti
     words = None if tree_mask is None else tree_mask[token]
     part = _attend_rows(queries[token], words, first, lengths_here, tile)
 
-    token = jnp.arange(num_tokens)
-    row = jnp.minimum(jnp.searchsorted(cu_q_lens[1:], token, side="right", method="compare_all"), num_rows - 1)
-    offset = token - cu_q_lens[row]
+    row = jnp.minimum(_row_of_tokens(num_tokens, cu_q_lens), num_rows - 1)
+    offset = jnp.arange(num_tokens) - cu_q_lens[row]
     mine = (offset < lengths[row])[:, None, None]
     maximum, total, output = (a[rank[row], jnp.minimum(offset, size - 1)] for a in part)
     return _Partial(jnp.where(mine, maximum, _LOWEST), jnp.where(mine, total, 0),

@@ -98,10 +98,10 @@ class Speculation:
             return None
         if self._parts.tree_tokens:
             most = min(most, self._parts.tree_tokens - num_known)
-        elif self._parts.drafter is not None:  # those on the device are made for all rows, and cut by the length alone
-            most = min(most, seq.draft_chance.worth(self._parts.length.least_chance, seq.num_tokens))
-        if self._parts.drafter is None:
+        if self._parts.drafter is None:  # made for all rows, and cut by the length alone, as trees are
             return None if seq.draft is None or most < 1 else seq.draft.first(most)
+        if not self._parts.tree_tokens:
+            most = min(most, seq.draft_chance.worth(self._parts.length.least_chance, seq.num_tokens))
         tokens, request_id = seq.tokens[: seq.num_tokens], seq.request.request_id
         return None if most < 1 else self._parts.drafter.propose(request_id, tokens, seq.prompt_len, most)
 

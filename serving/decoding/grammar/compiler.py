@@ -105,7 +105,8 @@ class Compiler:
         else:
             _settle(base, result)
         finally:
-            self._last_done = time.monotonic()
+            with self._changed:
+                self._last_done = time.monotonic()
 
     def _build(self, grammar: str) -> LLMatcher:
         with self._vocabulary_lock:
@@ -143,12 +144,13 @@ class Compiler:
             self._watcher = None
 
     def _give_up(self, grammar: str, base: Future[LLMatcher]) -> None:
-        if not base.running() and self._last_done > time.monotonic() - self._timeout:
+        waits = not base.running()
+        if waits and self._last_done > time.monotonic() - self._timeout:
             self._watch(grammar, base)  # its turn will come
             return
         if self._compiled.get(grammar) is base:
             del self._compiled[grammar]  # another try may be luckier
-        if not base.running():
+        if waits:
             _settle(base, error=Overloaded(f"no other grammar was compiled within {self._timeout:g} seconds, and no "
                                            "thread was free for this one"))  # fmt: skip
             return
