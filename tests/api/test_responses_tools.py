@@ -1,5 +1,6 @@
 """/v1/responses: calls of functions, reasoning and forms of output, in answers, in streams and sent back."""
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from serving.decoding.tools.hermes import HermesToolParser
 from tests.api.conftest import Serve, client_of
 from tests.api.fakes import fake_logprob
 from tests.api.test_http import assert_error
-from tests.api.test_responses import SCHEMA, URL, prompt_of, respond, stream
+from tests.api.test_responses import SCHEMA, URL, events_of, prompt_of, respond, stream
 
 pytestmark = pytest.mark.anyio
 TEMPLATE = (
@@ -104,6 +105,19 @@ async def test_calls_and_reasoning_are_sent_back(tools: Callable[..., Service]) 
         body = {"previous_response_id": first["id"], "tools": TOOLS, "input": results}
         assert (await client.post(URL, json=body)).status_code == 200
     assert prompt_of(service) == expected
+
+
+@pytest.mark.parametrize("how", [{}, {"background": True}])
+async def test_any_name_that_a_model_calls(tools: Callable[..., Service], how: dict[str, Any]) -> None:
+    text = f'</think><tool_call>{{"name": "get weather{"!" * 64}", "arguments": {{"a": 1}}}}</tool_call>'
+    async with client_of(tools(text)) as client, asyncio.timeout(20):
+        streamed = await client.post(URL, json={"input": "hi", "tools": TOOLS, "stream": True, **how})
+        call, last = (await client.post(URL, json={"input": "hi", "tools": TOOLS})).json(), events_of(streamed.text)[-1]
+        assert last.type == "response.completed" and last.response.output[0].name == call["output"][0]["name"]
+        result = {"type": "function_call_output", "call_id": last.response.output[0].call_id, "output": "rain"}
+        body = {"previous_response_id": last.response.id, "input": [result], "tools": TOOLS}
+        assert (await client.post(URL, json=body)).status_code == 200
+        assert (await client.post(URL, json={"input": call["output"], "tools": TOOLS})).status_code == 200
 
 
 async def test_calls_that_are_forced(tools: Callable[..., Service]) -> None:

@@ -88,11 +88,11 @@ def _start(service: Service, making: Making, store: ResponseStore) -> Stored:
         elif (error := task.exception()) is not None:
             report(response, error)
             tell(writer.fail(error))
+        if events_log is not None:
+            events_log.end()
         output = output_as_input(response.output)
         stored.conversation = [*making.conversation, *output]
         added = _size(response, output) + sum(map(len, events_log.frames if events_log else ()))
-        if events_log is not None:
-            events_log.end()
         store.grow(stored, added)
 
     tell(writer.queue())

@@ -2,15 +2,12 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from serving import validation as rules
 from serving.api.http.body import Body
 from serving.api.http.requests import NotYet
-from serving.api.http.tool_fields import ToolName
 
-Id = Annotated[str, StringConstraints(min_length=1, max_length=rules.MAX_ID_CHARS)]
 Unused = Field(description="Accepted and not used")
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -78,9 +75,11 @@ class MessageItem(Body):
 
 
 class FunctionCallItem(Body):
+    """Models make names and ids up: what was sent may be sent back."""
+
     type: Literal["function_call"]
-    call_id: Id
-    name: ToolName
+    call_id: str
+    name: str
     arguments: str
     id: Annotated[str | None, Unused] = None
     status: Annotated[Status | None, Unused] = None
@@ -90,7 +89,7 @@ class FunctionCallItem(Body):
 
 class FunctionCallOutputItem(Body):
     type: Literal["function_call_output"]
-    call_id: Id
+    call_id: str
     output: str | Annotated[list[InputText], Field(fail_fast=True)]
     id: Annotated[str | None, Unused] = None
     status: Annotated[Status | None, Unused] = None

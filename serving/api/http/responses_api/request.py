@@ -14,7 +14,7 @@ from serving import validation as rules
 from serving.api.http.body import Body
 from serving.api.http.format_fields import JsonSchemaFormat, StructuredOutputsFields
 from serving.api.http.requests import LogprobCount, NotYet, ReasoningEffort, SamplerFields
-from serving.api.http.responses_api.items import Id, InputItem, Unused, by_type, known_types
+from serving.api.http.responses_api.items import InputItem, Unused, by_type, known_types
 from serving.api.http.tool_fields import MAX_TOOLS, Function, ToolName
 
 LOGPROBS = "message.output_text.logprobs"
@@ -98,7 +98,7 @@ def _cross(param: str, message: str) -> PydanticCustomError:
 class ResponsesRequest(SamplerFields):
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
     instructions: str | None = None
-    previous_response_id: Id | None = None
+    previous_response_id: Annotated[str, StringConstraints(min_length=1, max_length=rules.MAX_ID_CHARS)] | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=rules.INT32_MAX)] | None = None
     include: Annotated[list[Includable], Field(max_length=16)] | None = None
     top_logprobs: LogprobCount | None = None
