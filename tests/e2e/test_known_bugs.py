@@ -162,7 +162,7 @@ def test_prompt_logprobs_of_34_prompts_in_a_tiny_pool(server: Server, small_pool
             "return_token_ids": True}  # fmt: skip
     before = small_pool.metrics()["vllm:num_preemptions_total"]
     answers = [one.post("/v1/completions", body, timeout=200).json()["choices"] for one in (small_pool, server)]
-    assert small_pool.metrics()["vllm:num_preemptions_total"] > before + 5
+    assert small_pool.metrics()["vllm:num_preemptions_total"] > before
     for ours, expected in zip(*answers, strict=True):
         assert ours["token_ids"] == expected["token_ids"]
         assert ours["prompt_logprobs"][0] is None
