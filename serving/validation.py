@@ -17,6 +17,7 @@ import msgspec
 
 from serving.config import MAX_LOGPROBS
 from serving.decoding.grammar.build import grammar_of, source_of
+from serving.decoding.parts import Frame
 from serving.errors import InvalidRequest
 from serving.request import EngineRequest, SamplingParams, StructuredOutputs
 
@@ -174,7 +175,7 @@ def bad_words_token_ids(bad_words: tuple[str, ...], tokenizer: Encoder) -> tuple
 
 
 def _grammar(outputs: StructuredOutputs | None, tokenizer: Encoder,
-             after: tuple[str, str] | None) -> tuple[str, str]:
+             after: Frame | None) -> tuple[str, str]:
     """The grammar, and the field it came as."""
     if outputs is None:
         return "", ""
@@ -186,7 +187,7 @@ def _grammar(outputs: StructuredOutputs | None, tokenizer: Encoder,
 
 
 @lru_cache(maxsize=8)  # the prompts of one request share it
-def _written_grammar(outputs: bytes, tokenizer: Encoder, after: tuple[str, str] | None) -> str:
+def _written_grammar(outputs: bytes, tokenizer: Encoder, after: Frame | None) -> str:
     return grammar_of(msgspec.json.decode(outputs, type=StructuredOutputs), tokenizer.special_token_ids, after=after)
 
 
@@ -200,10 +201,10 @@ def to_engine_requests(
     priority: int = 0,
     cache_salt: str = "",
     default_max_tokens: int | None = None,
-    grammar_after: tuple[str, str] | None = None,
+    grammar_after: Frame | None = None,
 ) -> list[EngineRequest]:
     """Validates a request and splits it into `sampling.n` sequences, whose ids are unique whatever `request_id` is.
-    grammar_after: `structured_outputs` hold only after the model's reasoning, which begins and ends with these texts.
+    grammar_after: `structured_outputs` hold only after the model's reasoning, of which this is the frame.
 
     Sequence i samples with seed + i, so one of n equals a request of its own with that seed. Only sequence 0 computes
     prompt_logprobs: they are the same for all.

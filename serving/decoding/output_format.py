@@ -6,6 +6,7 @@ from typing import Literal
 
 from serving.decoding.grammar.build import source_of
 from serving.decoding.output_parser import OutputParser, WithoutMarks
+from serving.decoding.parts import Frame
 from serving.decoding.reasoning.base import ReasoningParser
 from serving.decoding.reasoning.harmony import HarmonyParser
 from serving.decoding.reasoning.registry import REASONING_PARSERS
@@ -67,8 +68,8 @@ class OutputFormat:
             parsers.append(WithoutMarks(sorted(hidden)))
         return OutputParser(*parsers, parallel_tool_calls=self.parallel_tool_calls)
 
-    def free(self, prompt: str, *, continues: bool = False) -> tuple[str, str] | None:
-        """What the reasoning, in which no grammar holds, begins and ends with; None if there is none."""
+    def free(self, prompt: str, *, continues: bool = False) -> Frame | None:
+        """Of the reasoning, in which no grammar holds; None if there is none."""
         parser = self._reasoning(prompt, continues)
         return None if parser is None else parser.frame
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,14 @@ class ToolCallDelta:
     arguments: str = ""
     id: str | None = None
     name: str | None = None
+
+
+class Frame(NamedTuple):
+    """What reasoning begins and ends with, at least. optional: the output may have none."""
+
+    begin: str
+    end: str
+    optional: bool = False
 
 
 Part = ReasoningDelta | ContentDelta | ToolCallDelta

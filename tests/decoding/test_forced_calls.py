@@ -55,6 +55,9 @@ def compiler():
     # Reasoning first, where there is any.
     (form("required", ADD, ANY, reasoning="qwen3"), OPENED, f"Hm. [{{\n</think>\n\n{BOTH}", True),
     (form("required", ADD, ANY, reasoning="qwen3"), OPENED, "Hm.</think>no", False),
+    (form("required", ADD, ANY, reasoning="qwen3"), "", BOTH, True),
+    (form("required", ADD, ANY, reasoning="qwen3"), "", f"<think>\nHm. [{{</think>\n\n{BOTH}", True),
+    (form("required", ADD, ANY, reasoning="qwen3"), "", "Hm.", False),
     (form("required", ADD, ANY, reasoning="qwen3"), CLOSED, BOTH, True),
     (form("required", ADD, ANY, reasoning="qwen3"), CLOSED, "Hm.", False),
     (form("required", ADD, ANY, reasoning="gpt-oss"), "", THOUGHT + BOTH, True),

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from serving.decoding.output_format import OutputFormat
 from serving.decoding.output_parser import OutputParser
-from serving.decoding.parts import Message, ReasoningDelta
+from serving.decoding.parts import Frame, Message, ReasoningDelta
 from serving.decoding.reasoning.deepseek_r1 import DeepSeekR1ReasoningParser
 from serving.decoding.reasoning.harmony import HarmonyParser
 from serving.decoding.reasoning.qwen3 import Qwen3ReasoningParser
@@ -104,7 +104,9 @@ def test_a_message_that_goes_on(name: str, message: str, reasoning: str, content
 
 def test_where_a_grammar_begins() -> None:
     """Forced calls come after the reasoning, where there is any."""
-    assert OutputFormat(reasoning_parser="qwen3").free(OPENED) == ("", "</think>")
+    assert OutputFormat(reasoning_parser="qwen3").free(OPENED) == Frame("", "</think>")
+    assert OutputFormat(reasoning_parser="qwen3").free(PLAIN) == Frame("<think>", "</think>", optional=True)
+    assert OutputFormat(reasoning_parser="deepseek_r1").free(PLAIN) == Frame("", "</think>")
     assert OutputFormat(reasoning_parser="qwen3").free(CLOSED) is None
     assert OutputFormat().free(OPENED) is None
     form = OutputFormat(reasoning_parser="qwen3", calls="required", tools=(Tool("f"),))

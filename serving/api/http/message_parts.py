@@ -16,7 +16,7 @@ from serving.api.http.tool_fields import NamedToolChoice
 from serving.api.service import Service
 from serving.decoding.output_format import OutputFormat
 from serving.decoding.output_parser import OutputParser
-from serving.decoding.parts import ContentDelta, Message, Part, ReasoningDelta
+from serving.decoding.parts import ContentDelta, Frame, Message, Part, ReasoningDelta
 from serving.decoding.tools.base import Tool
 from serving.errors import InvalidRequest
 from serving.tokenizer.tokenizer import Tokenizer
@@ -79,7 +79,7 @@ class OutputReader:
         return frozenset(self.shown)
 
     @property
-    def grammar_after(self) -> tuple[str, str] | None:
+    def grammar_after(self) -> Frame | None:
         return self.form.free(self.prompt, continues=self.continues)
 
     def parser(self) -> OutputParser:

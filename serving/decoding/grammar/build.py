@@ -7,6 +7,7 @@ from serving.decoding.grammar.gbnf import lark_of
 from serving.decoding.grammar.json_schema import ANY_OBJECT, COMPACT, FREE, SPACED, schema_part
 from serving.decoding.grammar.lark import Lark, quote
 from serving.decoding.grammar.structural_tag import tag_expression
+from serving.decoding.parts import Frame
 from serving.errors import InvalidRequest
 from serving.request import StructuredOutputs
 
@@ -19,14 +20,14 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 def grammar_of(outputs: StructuredOutputs, special_tokens: Mapping[str, int], *,
-               after: tuple[str, str] | None = None) -> str:
-    """special_tokens: the tokenizer's, by their text, which a structural tag may spell. after: the output begins with
-    the first, then any text (a model's reasoning), then the second, and only what follows obeys the grammar. Raises
-    InvalidRequest."""
+               after: Frame | None = None) -> str:
+    """special_tokens: the tokenizer's, by their text, which a structural tag may spell. after: the output begins with a
+    model's reasoning (any text) in this frame, and only what follows obeys the grammar. Raises InvalidRequest."""
     kind, lark = _kind(outputs), Lark(special_tokens)
     main = _main(outputs, kind, source_of(outputs), lark)
     if after is not None:
-        main = f"{lark.literal(after[0])} {lark.until(after[1])} {lark.rule(LINE_ENDS)} {lark.rule(main)}"
+        reasoning = f"{lark.literal(after.begin)} {lark.until(after.end)} {lark.rule(LINE_ENDS)}"
+        main = f"({reasoning}){'?' if after.optional else ''} {lark.rule(main)}"
     return lark.grammar(main)
 
 

@@ -1,5 +1,6 @@
 """Reasoning that stands before the answer, between tags."""
 
+from serving.decoding.parts import Frame
 from serving.decoding.stream_parser import StreamParser
 from serving.decoding.text_source import Reading
 
@@ -13,7 +14,7 @@ class ReasoningParser(StreamParser):
     prompt: the end of the prompt as text, special tokens shown: templates may open the reasoning there, or close it at
     once for an answer without. continues: it is a message of the assistant's that goes on.
     in_reasoning: whether what comes next belongs to the reasoning, as far as is known.
-    frame: what the output's reasoning begins and ends with, at least; None: the answer comes at once.
+    frame: of the output's reasoning; None: the answer comes at once.
     """
 
     begin, end = "<think>", "</think>"
@@ -26,7 +27,8 @@ class ReasoningParser(StreamParser):
         opened = prompt.rfind(self.begin) > prompt.rfind(self.end) if continues else prompt.endswith(self.begin)
         self._closed = not opened if continues else prompt.endswith(self.end)
         self.in_reasoning = not self._closed and (self.starts_open or opened)
-        self.frame = None if self._closed else ("", self.end)
+        open_frame = Frame("", self.end) if self.in_reasoning else Frame(self.begin, self.end, optional=True)
+        self.frame = None if self._closed else open_frame
         self._newlines = ""
         self._began = False
 

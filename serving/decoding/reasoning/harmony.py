@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from serving.decoding.parts import Frame
 from serving.decoding.text_source import Reading, Sink
 from serving.decoding.tools.base import Tool, ToolParser
 
@@ -25,7 +26,7 @@ class HarmonyParser(ToolParser):
     """Both parsers in one. `takes_calls`: False leaves calls in the content."""
 
     markers = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
-    frame = (f"{CHANNEL}analysis{MESSAGE}", f"<|end|>{START}assistant{CHANNEL}final{MESSAGE}")  # of the reasoning
+    frame = Frame(f"{CHANNEL}analysis{MESSAGE}", f"<|end|>{START}assistant{CHANNEL}final{MESSAGE}")
 
     def __init__(self, tools: Sequence[Tool] = (), *, takes_calls: bool = True) -> None:
         super().__init__(tools)

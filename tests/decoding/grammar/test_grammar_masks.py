@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from serving.decoding.parts import Frame
 from tests.decoding.grammar.schema_cases import SCHEMAS, obj
 from tests.decoding.grammar.toy import Grammars, toy_tokenizer
 
@@ -175,12 +176,12 @@ def test_a_key_has_one_spelling(grammars: Grammars) -> None:
 
 def test_the_grammar_of_the_whole_follows_the_reasoning(grammars: Grammars) -> None:
     for text in ("Hm.</think>", "</think>\n\n", 'a < b, {"a"</thin</think>\n'):
-        matcher = grammars.matcher(after=("", "</think>"), choice=("ab", "xy"))
+        matcher = grammars.matcher(after=Frame("", "</think>"), choice=("ab", "xy"))
         assert not grammars.accepts(matcher, text), "it goes on"
         assert {i for i in grammars.allowed(matcher) if grammars.tokenizer.token_bytes(i)[:1] != b"\n"} == {
             grammars.encode(spelled)[0] for spelled in ("ab", "xy", "a", "x")}
         assert grammars.accepts(matcher, "xy")
-    matcher = grammars.matcher(after=("<think>", "<|start|>"), choice=("ab",))
+    matcher = grammars.matcher(after=Frame("<think>", "<|start|>"), choice=("ab",))
     assert grammars.tokenizer.decode(matcher.forced()) == "<think>"
     matcher.accept(grammars.encode("<think>thinking"))
     assert grammars.tokenizer.special_token_ids["<|start|>"] in grammars.allowed(matcher)

@@ -10,6 +10,7 @@ from serving.decoding.grammar.build import grammar_of
 from serving.decoding.grammar.compiler import Compiler
 from serving.decoding.grammar.matcher import GrammarMatcher
 from serving.decoding.grammar.tokens import vocabulary
+from serving.decoding.parts import Frame
 from serving.request import StructuredOutputs
 from serving.tokenizer.token_bytes import gpt2_alphabet
 from serving.tokenizer.tokenizer import Tokenizer
@@ -46,7 +47,7 @@ class Grammars:
         self.compiler = Compiler(lambda: vocabulary(tokenizer, self.vocab_size))
         self.eos = tokenizer.eos_ids[0]
 
-    def matcher(self, after: tuple[str, str] | None = None, **outputs: object) -> GrammarMatcher:
+    def matcher(self, after: Frame | None = None, **outputs: object) -> GrammarMatcher:
         grammar = grammar_of(StructuredOutputs(**outputs), self.tokenizer.special_token_ids, after=after)  # type: ignore[arg-type]
         return self.compiler.compile(grammar).result(30)
 
