@@ -3,6 +3,7 @@
 import asyncio
 import random
 import threading
+import time
 
 import pytest
 
@@ -25,6 +26,10 @@ async def collect(client, a_request):
         tokens += event.new_token_ids
         last = event
     return tokens, last
+
+
+async def rest(stream) -> list[int]:
+    return [token async for event in stream for token in event.new_token_ids]
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -91,11 +96,12 @@ def test_shutdown_flush_and_refusals():
         with pytest.raises(InvalidRequest, match="the prompt has 0 tokens"):
             await collect(client, request("a", prompt_len=0))
         assert await client.flush_cache()
-        live = asyncio.create_task(collect(client, request("a", seed=4, max_tokens=50, prompt_len=40)))
-        await asyncio.sleep(0.02)
+        stream = client.generate(request("a", seed=4, max_tokens=1000, prompt_len=40, ignore_eos=True))
+        first = await anext(stream)  # from here on it runs
+        live = asyncio.create_task(rest(stream))
         assert not await client.flush_cache()
-        await client.shutdown(5.0)
-        assert (await live)[0] == outputs(4, 50)
+        await client.shutdown(60.0)
+        assert first.new_token_ids + await live == outputs(4, 1000)
         for call in (collect(client, request("b")), client.flush_cache()):
             with pytest.raises(EngineDead, match="the engine was shut down"):
                 await call
@@ -154,11 +160,12 @@ def test_the_first_event_tells_queue_time_and_cached_tokens():
         event = await anext(client.generate(a_request))
         assert event.num_cached_tokens == 16
         other = make_client(SeedRunner(EngineConfig(max_num_seqs=1), step_seconds=0.01))
-        blocker = asyncio.create_task(collect(other, request("blocker", max_tokens=10)))
-        await asyncio.sleep(0)
-        event = await anext(other.generate(request("x", max_tokens=1)))
-        assert 0.05 < event.queue_time < 5
-        await blocker
+        blocker = other.generate(request("blocker", max_tokens=100, ignore_eos=True))
+        await anext(blocker)
+        waiting = time.time()
+        event = await anext(other.generate(request("x", max_tokens=1)))  # about a second later
+        assert 0.05 < event.queue_time <= time.time() - waiting
+        assert len(await rest(blocker)) == 99
         await client.shutdown(1.0)
         await other.shutdown(1.0)
 
