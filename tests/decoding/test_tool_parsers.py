@@ -137,7 +137,16 @@ CASES: list[tuple[str, str, str, Calls]] = [
     ("openai", "<|channel|>oops<|end|>x", "<|channel|>oops<|end|>x", []),
     ("required", ' [{"name": "add", "parameters": {"a": 1}}, {"name": "get_time", "parameters": {}}] ', "",
      [("add", '{"a": 1}'), ("get_time", "{}")]),
-    ("required", '[{"name": "add", "parame', '[{"name": "add", "parame', []),
+    # Cut.
+    ("required", '[{"name": "ad', "", []),
+    ("required", '[{"name": "add", "parame', "", [("add", "")]),
+    ("required", '[{"name": "add", "parameters":', "", [("add", "")]),
+    ("required", '[{"name": "add", "parameters": {"a": 1}}, {"name": "get_ti', "", [("add", '{"a": 1}')]),
+    ("required", '[{"name": "add", "parameters": {"a": 1}}, {"name": "get_time",', "",
+     [("add", '{"a": 1}'), ("get_time", "")]),
+    ("hermes", '<tool_call>{"name": "add", "arguments": ', "", [("add", "")]),
+    ("deepseek_v31", f"{DS[0]}{DS[1]}add{DS[2]}", "", [("add", "")]),
+    ("openai", "<|channel|>commentary to=functions.add<|message|>", "", [("add", "")]),
     ("named", '\n{"city": "Rome", "d', "", [("get_weather", '{"city": "Rome", "d')]),
     ("named", "  ", "", []),
 ]  # fmt: skip

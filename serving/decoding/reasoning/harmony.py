@@ -90,6 +90,6 @@ class HarmonyParser(ToolParser):
                 self.content("\n")
             self._said, sink = True, self.content
         ended = yield from source.until((START, CHANNEL, *ENDS), sink)
-        if is_call and not self.has_arguments:
+        if is_call and ended and not self.has_arguments:
             self.arguments("{}")
         return ended

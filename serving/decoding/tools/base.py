@@ -119,8 +119,10 @@ class ToolParser(StreamParser):
 
     def json_arguments(self) -> Reading[bool]:
         """Reads a value as the arguments of the call that began last: an object; a string that spells one; null or
-        nothing, for none."""
+        nothing, for none. False: the text ends before or within it, or it is no JSON."""
         first = yield from self.source.peek()
+        if not first:
+            return False
         if first == "{":
             return (yield from self.source.json_value(self.arguments))
         value: list[str] = []

@@ -1,21 +1,29 @@
 """Calls that a grammar forces: `tool_choice` "required" and a function's name. They are plain JSON whatever the model,
 as in vLLM, so these need no parser of the model's own format."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from serving.decoding.text_source import Reading
 from serving.decoding.tools.base import Tool, ToolParser, call_schema
 
+_BEGUN = re.compile(r'[\s\[,]*\{\s*"name"\s*:\s*"([^"]+)"')
+
 
 class RequiredToolParser(ToolParser):
-    """A list of `{"name": ..., "parameters": {...}}`."""
+    """A list of `{"name": ..., "parameters": {...}}`. One that breaks off is no content, but a call from its name on."""
 
     def run(self) -> Reading[None]:
-        yield from self.source.space()
-        self.source.mark()
+        source = self.source
+        yield from source.space()
+        source.mark()
+        is_list = (yield from source.peek()) == "["
         if (yield from self.json_calls()):
-            self.source.release()
+            source.release()
+        elif is_list and not (yield from source.peek()):
+            if begun := _BEGUN.match(source.since_mark()):
+                self.begin_call(begun[1])
         self.reject()
 
 
