@@ -12,7 +12,7 @@ _BEGUN = re.compile(r'[\s\[,]*\{\s*"name"\s*:\s*"([^"]+)"')
 
 
 class RequiredToolParser(ToolParser):
-    """A list of `{"name": ..., "parameters": {...}}`. One that breaks off is no content, but a call from its name on."""
+    """A list of `{"name": ..., "parameters": {...}}`. One that breaks off is a call from its name on."""
 
     def run(self) -> Reading[None]:
         source = self.source

@@ -41,8 +41,6 @@ class Qwen3CoderToolParser(ToolParser):
                 self.reject()
                 continue
             yield from self._call(name.strip())
-            yield from source.space()
-            yield from source.accept(END)
 
     def _call(self, name: str) -> Reading[None]:
         source = self.source
@@ -66,8 +64,13 @@ class Qwen3CoderToolParser(ToolParser):
                 return  # the text ended within a value
             if ended.endswith("</function>"):
                 break
-        self.arguments("{}" if before == "{" else "}")
-        yield from source.accept("</function>")
+        closing = "{}" if before == "{" else "}"
+        if ended.endswith("</function>") or (yield from source.accept("</function>")):
+            self.arguments(closing)
+            closing = ""
+        yield from source.space()
+        if (yield from source.accept(END)):
+            self.arguments(closing)
 
     def _value(self, schema: Any) -> Reading[str]:
         """Returns the mark that ended it."""
