@@ -121,7 +121,9 @@ async def test_the_engines_death_ends_the_process(serve: Serve) -> None:
         assert time.monotonic() - start < 5
 
 
-async def test_death_in_mid_stream_is_told_in_the_stream(serve: Serve) -> None:
+@pytest.mark.parametrize("error, told", [(EngineDead("the engine core is gone"), '"code":503'),
+                                         (ValueError("a secret"), "internal error: ValueError")])  # fmt: skip
+async def test_an_error_in_mid_stream_is_told_in_the_stream(serve: Serve, error: Exception, told: str) -> None:
     service = serve("abcdef", config=PORTS)
     async with listening(service) as ports, httpx.AsyncClient() as client:
         url = f"http://127.0.0.1:{ports.http_port}/v1/completions"
@@ -131,13 +133,13 @@ async def test_death_in_mid_stream_is_told_in_the_stream(serve: Serve) -> None:
             nonlocal count
             count += service.engine.stats.generation_tokens > 2
             if count:
-                raise EngineDead("the engine core is gone")
+                raise error
             real()
 
         service.engine.check_health = dying
         answer = await client.post(url, json={"prompt": "x", "stream": True})
         frames = answer.text.split("\n\n")
-        assert '"code":503' in frames[-3] and frames[-2] == "data: [DONE]"
+        assert told in frames[-3] and "secret" not in frames[-3] and frames[-2] == "data: [DONE]"
 
 
 async def test_the_openai_client(serve: Serve) -> None:

@@ -40,6 +40,11 @@ class ErrorResponse(msgspec.Struct):
     error: ErrorInfo
 
 
+def for_users(error: BaseException) -> PageloomError:
+    """The error itself; of a bug only that it is one: the rest is for the log."""
+    return error if isinstance(error, PageloomError) else PageloomError(f"internal error: {type(error).__name__}")
+
+
 def error_body(error: PageloomError) -> ErrorResponse:
     param = error.param if isinstance(error, InvalidRequest) else None
     return ErrorResponse(ErrorInfo(message=str(error), type=error.error_type, param=param, code=error.http_status))
@@ -128,7 +133,7 @@ def install_handlers(app: FastAPI) -> None:
 
     async def unknown(request: Request, error: Exception) -> Response:
         log.exception("%s %s failed", request.method, request.url.path, exc_info=error)
-        return error_response(PageloomError(f"internal error: {type(error).__name__}"))
+        return error_response(for_users(error))
 
     app.add_exception_handler(PageloomError, known)
     app.add_exception_handler(ValidationError, invalid)

@@ -1,6 +1,7 @@
 """The two ways to answer: at once, and as server-sent events. Either ends the work when the client goes away."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -10,8 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from serving.api.http.errors import CLIENT_CLOSED_REQUEST, error_body
+from serving.api.http.errors import CLIENT_CLOSED_REQUEST, error_body, for_users
 from serving.errors import PageloomError
+
+log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 SSE_DONE = b"data: [DONE]\n\n"
@@ -89,10 +92,12 @@ async def with_error_frames(frames: AsyncGenerator[bytes]) -> AsyncGenerator[byt
             async for frame in frames:
                 started = True
                 yield frame
-        except PageloomError as error:
+        except Exception as error:
             if not started:
                 raise
-            yield sse(error_body(error))
+            if not isinstance(error, PageloomError):
+                log.exception("a stream failed", exc_info=error)
+            yield sse(error_body(for_users(error)))
             yield SSE_DONE
 
 

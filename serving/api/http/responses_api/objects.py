@@ -4,7 +4,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from serving.errors import InvalidRequest, Overloaded, PageloomError
+from serving.api.http.errors import for_users
+from serving.errors import InvalidRequest, Overloaded
 
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -141,10 +142,9 @@ class DeletedResponse(msgspec.Struct, kw_only=True):
 
 
 def response_error(error: BaseException) -> ResponseError:
-    """What a response that failed says; whatever is not meant for a user stays in the log."""
+    """What a response that failed says."""
     if isinstance(error, Overloaded):
         return ResponseError("rate_limit_exceeded", str(error))
     if isinstance(error, InvalidRequest):
         return ResponseError("invalid_prompt", str(error))
-    message = str(error) if isinstance(error, PageloomError) else f"internal error: {type(error).__name__}"
-    return ResponseError("server_error", message)
+    return ResponseError("server_error", str(for_users(error)))
