@@ -26,7 +26,7 @@ def json_response(body: Any) -> Response:
 
 async def json_when_done(request: Request, work: Coroutine[Any, Any, Any]) -> Response:
     """The result of `work`, unless the client goes away before."""
-    result = await unless_disconnected(request, work)
+    result = await unless_disconnected(request.receive, work)
     return json_response(result) if result is not None else Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
@@ -39,10 +39,10 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result | None:
     """The result of `work`; None after the client went away, which cancels it."""
     task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnected(request.receive))
+    watcher = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
@@ -64,16 +64,9 @@ class EventStream(Response):
         self._first, self._frames = first, frames
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        task = asyncio.ensure_future(self._send_frames(send))
-        watcher = asyncio.ensure_future(_disconnected(receive))
         try:
-            await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                task.result()
+            await unless_disconnected(receive, self._send_frames(send))
         finally:
-            watcher.cancel()
-            task.cancel()
-            await asyncio.gather(task, watcher, return_exceptions=True)
             await self._frames.aclose()
 
     async def _send_frames(self, send: Send) -> None:
@@ -104,5 +97,5 @@ async def with_error_frames(frames: AsyncGenerator[bytes]) -> AsyncGenerator[byt
 async def event_stream(request: Request, frames: AsyncGenerator[bytes]) -> Response:
     """Waits for the first frame, so that a refusal still gets its status code."""
     guarded = with_error_frames(frames)
-    first = await unless_disconnected(request, anext(guarded))
+    first = await unless_disconnected(request.receive, anext(guarded))
     return EventStream(first, guarded) if first is not None else Response(status_code=CLIENT_CLOSED_REQUEST)
