@@ -11,6 +11,9 @@ from checkpoints.gguf_source import GGUFSource
 from checkpoints.safetensors_source import INDEX, SafetensorsSource
 from checkpoints.tensors import TensorSource
 
+# One of these says what a config is of. The last two: drafters', which are published without a model_type.
+_KINDS = {"model_type", "medusa_num_heads", "speculators_model_type"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
@@ -63,6 +66,6 @@ def _read_config(file: Path) -> dict[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: cannot be read as JSON ({error})") from error
-    if not isinstance(config, dict) or not config.keys() & {"model_type", "medusa_num_heads"}:
+    if not isinstance(config, dict) or not config.keys() & _KINDS:
         raise CheckpointError(f"{file}: has no model_type; it is not a model's config")
     return config

@@ -20,9 +20,9 @@ from model.families.registry import read_config
 Path = tuple[str, ...]
 
 # What `speculators` writes beside the layer's config: how the head was trained, and by what.
-_OF_TRAINING = ("architectures", "auto_map", "dtype", "model_type", "speculators_config", "speculators_version",
-                "speculators_model_type", "embed_requires_grad", "enable_sp_ulysses", "tie_word_embeddings",
-                "torch_dtype", "transformers_version")  # fmt: skip
+_OF_TRAINING = ("architectures", "auto_map", "base_model_ep_plan", "dtype", "embed_requires_grad", "enable_sp_ulysses",
+                "has_no_defaults_at_init", "model_type", "speculators_config", "speculators_model_type",
+                "speculators_version", "tie_word_embeddings", "torch_dtype", "transformers_version")  # fmt: skip
 # It leaves out of the layer's config what is as in transformers' LlamaConfig.
 _LLAMA_DEFAULTS = dict(model_type="llama", vocab_size=32000, hidden_size=4096, intermediate_size=11008,
                        num_attention_heads=32)  # fmt: skip
@@ -30,6 +30,8 @@ _LLAMA_DEFAULTS = dict(model_type="llama", vocab_size=32000, hidden_size=4096, i
 _NESTED = dict(eagle_aux_hidden_state_layer_ids=None, use_aux_hidden_state=True, use_last_layernorm=True,
                use_input_layernorm_in_first_layer=True, use_mtp_layernorm=False, next_layer_regular=None,
                parallel_draft_step=1, parallel_draft_heads_num_layers=None)  # fmt: skip
+# A Llama's layer comes with these of the config of a target that knows windows.
+_OF_WINDOWS = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
 FROZEN = ("embed_tokens.weight",)  # EAGLE-1 has a copy of the target's embeddings, which its training leaves alone
 
 
@@ -58,7 +60,7 @@ def read_eagle3(hf: Mapping[str, Any], target: ModelConfig, context: int | None)
     rest = dict(hf)
     own = {key: rest.pop(key, None) for key in ("draft_vocab_size", "target_hidden_size", "norm_before_residual",
                                                 "eagle_config", "eagle_aux_hidden_state_layer_ids")}  # fmt: skip
-    for key in ("norm_before_fc", "fc_norm"):
+    for key in ("norm_before_fc", "fc_norm", "norm_output"):
         if rest.pop(key, None):
             raise ValueError(f"{key}=true of an EAGLE-3 head is not supported, only heads without that norm")
     if (kind := rest.get("speculators_model_type", "eagle3")) != "eagle3":
@@ -78,10 +80,8 @@ def read_eagle3(hf: Mapping[str, Any], target: ModelConfig, context: int | None)
 
 
 def _read_layer(hf: Mapping[str, Any], target: ModelConfig, context: int | None) -> ModelConfig:
-    if hf.get("model_type") == "llama" and hf.get("use_sliding_window", True) is False:
-        # A Llama's layer for a Qwen comes with these of Qwen's config, which say that there is no window.
-        of_qwen = ("use_sliding_window", "sliding_window", "max_window_layers")
-        hf = {key: hf[key] for key in hf if key not in of_qwen}
+    if hf.get("model_type") == "llama" and _says_no_window(hf):
+        hf = {key: hf[key] for key in hf if key not in _OF_WINDOWS}
     model = read_config(hf, context)
     if model.num_layers != 1:
         raise ValueError(f"num_hidden_layers={model.num_layers} of an EAGLE head is not supported, only 1")
@@ -91,6 +91,12 @@ def _read_layer(hf: Mapping[str, Any], target: ModelConfig, context: int | None)
         raise ValueError(f"the EAGLE head has vocab_size={model.vocab_size}, the target has {target.vocab_size}; use "
                          "the head of this model")  # fmt: skip
     return model
+
+
+def _says_no_window(hf: Mapping[str, Any]) -> bool:
+    if kinds := hf.get("layer_types"):
+        return all(kind == "full_attention" for kind in kinds)
+    return hf.get("use_sliding_window", True) is False
 
 
 def _taps(ids: Any, nested: Mapping[str, Any] | None, target: ModelConfig) -> tuple[int, ...]:

@@ -166,8 +166,8 @@ def test_hidden_states_of_a_head_from_speculators(tmp_path: Path) -> None:
     tensors = reference.eagle3_tensors(np.random.default_rng(5), "layers.0", taps=2)
     own = np.random.default_rng(6).normal(size=(V, D)).astype(np.float32)
     write(tmp_path, tensors | {"embed_tokens.weight": own})
-    (tmp_path / "config.json").write_text(json.dumps({
-        "model_type": "speculator_model", "speculators_model_type": "eagle3", "speculators_version": "0.3",
+    (tmp_path / "config.json").write_text(json.dumps({  # there is no model_type
+        "speculators_model_type": "eagle3", "speculators_version": "0.3",
         "speculators_config": {"algorithm": "eagle3"}, "architectures": ["Eagle3Speculator"],
         "draft_vocab_size": reference.DRAFT_VOCAB, "norm_before_residual": True, "target_hidden_size": None,
         "eagle_aux_hidden_state_layer_ids": [1, 3], "transformer_layer_config": dict(reference.HF),
@@ -200,6 +200,7 @@ REFUSED = {
     "unknown key": (dict(surprise=1), {}, "surprise"),
     "left over": ({}, {"extra.weight": np.zeros(3, np.float32)}, "left-over tensors: extra.weight"),
     "another norm": (dict(norm_before_fc=True), {}, "norm_before_fc=true"),
+    "another feature": (dict(norm_output=True), {}, "norm_output=true"),
     "another kind": (dict(eagle_config={"use_mtp_layernorm": True}), {}, "eagle_config.use_mtp_layernorm=true"),
     "a window": (dict(use_sliding_window=True, sliding_window=64), {}, "sliding_window"),
     "layers beyond": (dict(eagle_aux_hidden_state_layer_ids=[1, 2, 9]), {}, r"\[1, 2, 9\] are not all in 0 to 4"),

@@ -1,0 +1,87 @@
+"""Configs of published drafters, with the keys that their authors' tools write, and what they mean."""
+
+from typing import Any
+
+import pytest
+
+from model.config import ModelConfig
+from model.families.registry import read_config
+from model.speculative.eagle_checkpoint import read_eagle3
+
+CONTEXT = 4096
+
+
+def target(layers: int, hidden: int, vocab: int) -> ModelConfig:
+    """What drafters must know of it."""
+    return read_config(dict(model_type="llama", hidden_size=hidden, intermediate_size=64, num_attention_heads=32,
+                            num_hidden_layers=layers, vocab_size=vocab))  # fmt: skip
+
+
+LLAMA_8B = target(32, 4096, 128256)
+LLAMA3_ROPE = dict(factor=8.0, high_freq_factor=4.0, low_freq_factor=1.0, original_max_position_embeddings=8192,
+                   rope_type="llama3")  # fmt: skip
+
+
+def by_speculators(layer: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """It takes `model_type` out of what it writes."""
+    method = dict(accept_tolerance=0.0, proposal_type="greedy", speculative_tokens=3, verifier_accept_k=1)
+    verifier = dict(architectures=["LlamaForCausalLM"], name_or_path="the/target")
+    return dict(
+        architectures=["Eagle3DraftModel"], auto_map={"": "config.Eagle3SpeculatorConfig"}, draft_vocab_size=32000,
+        speculators_config=dict(algorithm="eagle3", default_proposal_method="greedy", proposal_methods=[method],
+                                verifier=verifier),
+        speculators_model_type="eagle3",
+        transformer_layer_config=dict(
+            attention_bias=False, attention_dropout=0.0, head_dim=128, hidden_act="silu", initializer_range=0.02,
+            intermediate_size=14336, mlp_bias=False, model_type="llama", num_attention_heads=32, num_hidden_layers=1,
+            num_key_value_heads=8, pretraining_tp=1, rms_norm_eps=1e-5, use_cache=True, **layer),
+        **more)  # fmt: skip
+
+
+# name -> (the target, the config, layers whose inputs are read, is the normed feature added to)
+EAGLE3: dict[str, tuple[ModelConfig, dict[str, Any], tuple[int, ...], bool]] = {
+    "speculators 0.1: converted for Llama 3.1 8B": (
+        LLAMA_8B,
+        by_speculators(
+            dict(hidden_size=4096, max_position_embeddings=131072, rope_scaling=LLAMA3_ROPE, rope_theta=500000.0,
+                 torch_dtype="float16", vocab_size=128256),
+            has_no_defaults_at_init=False, norm_before_residual=False, speculators_version="0.1.0.dev21",
+            torch_dtype="float32"),
+        (2, 16, 29), False),
+    "speculators 0.4: RedHatAI's for Gemma 4 31B": (
+        target(60, 5376, 262144),
+        by_speculators(
+            dict(hidden_size=5376, max_position_embeddings=262144, tie_word_embeddings=False, vocab_size=262144,
+                 rope_parameters=dict(rope_theta=10000.0, rope_type="default")),
+            base_model_ep_plan=None, dtype="bfloat16", eagle_aux_hidden_state_layer_ids=[2, 30, 57],
+            embed_requires_grad=False, has_no_defaults_at_init=False, norm_before_fc=False, norm_before_residual=True,
+            target_hidden_size=None, tie_word_embeddings=False, transformers_version="5.0.0",
+            speculators_version="0.4.0.1"),
+        (2, 30, 57), True),
+    "speculators 0.8: four layers": (
+        target(94, 4096, 151936),
+        by_speculators(
+            dict(hidden_size=4096, layer_types=["full_attention"], max_position_embeddings=262144, pad_token_id=None,
+                 rope_parameters=dict(rope_theta=5000000.0, rope_type="default"), sliding_window=2048,
+                 use_sliding_window=False, vocab_size=151936),
+            dtype="bfloat16", eagle_aux_hidden_state_layer_ids=[2, 46, 91, 93], embed_requires_grad=False,
+            fc_norm=False, norm_before_fc=False, norm_before_residual=True, norm_output=False,
+            speculators_version="0.8.0.dev0", target_hidden_size=None, tie_word_embeddings=False),
+        (2, 46, 91, 93), True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EAGLE3)
+def test_eagle3(name: str):
+    of_target, published, taps, normed_residual = EAGLE3[name]
+    config = read_eagle3(published, of_target, CONTEXT)
+    assert (config.taps, config.normed_residual) == (taps, normed_residual)
+    assert config.draft_vocab == published["draft_vocab_size"]
+    assert config.model.layers[0].window is None
+
+
+def test_a_window_of_a_head_is_refused():
+    of_target, published, *_ = EAGLE3["speculators 0.8: four layers"]
+    layer = published["transformer_layer_config"] | {"layer_types": ["sliding_attention"], "use_sliding_window": True}
+    with pytest.raises(ValueError, match="layer_types, sliding_window, use_sliding_window"):
+        read_eagle3(published | {"transformer_layer_config": layer}, of_target, CONTEXT)
