@@ -1,8 +1,9 @@
 """The service's configuration: one frozen dataclass, filled from flags by `serve.py` and validated at birth."""
 
 import json
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeVar
 
 from serving.decoding.speculation.config import SpeculativeConfig
 from serving.errors import ConfigError
@@ -65,6 +66,19 @@ class StructuredOutputsConfig:
             if not any(value is one for one in allowed) and not (isinstance(value, str) and value in allowed):
                 raise ConfigError(f"--structured-outputs-config: {name} is {value!r}, must be one of "
                                   f"{', '.join(map(json.dumps, allowed))}")
+
+
+JsonConfig = TypeVar("JsonConfig", EplbConfig, StructuredOutputsConfig)
+
+
+def config_of(flag: str, kind: type[JsonConfig], given: Any) -> JsonConfig:
+    """From keys and values as JSON has them."""
+    known = {f.name for f in fields(kind)}
+    unknown = sorted(given.keys() - known) if isinstance(given, Mapping) else None
+    if unknown is None or unknown:
+        what = f"unknown {', '.join(unknown)}" if unknown else "not an object"
+        raise ConfigError(f"{flag} {given!r}: {what}; it may have {', '.join(sorted(known))}")
+    return kind(**given)
 
 
 @dataclass(frozen=True, kw_only=True)

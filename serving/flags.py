@@ -4,16 +4,23 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import NoReturn, TypeVar, get_args
+from typing import NoReturn, get_args
 
-from serving.config import All2AllBackend, EngineConfig, EplbConfig, ServerConfig, StructuredOutputsConfig
+from serving.config import (
+    All2AllBackend,
+    EngineConfig,
+    EplbConfig,
+    JsonConfig,
+    ServerConfig,
+    StructuredOutputsConfig,
+    config_of,
+)
 from serving.decoding.reasoning.registry import REASONING_PARSERS
 from serving.decoding.speculation.config import SpeculativeConfig
 from serving.decoding.tools.registry import TOOL_PARSERS
 from serving.distributed.plan import DEFAULT_PORT, DEFAULT_TIMEOUT_SECONDS, HostFlags, plan_hosts
 from serving.errors import ConfigError
 
-_Config = TypeVar("_Config", EplbConfig, StructuredOutputsConfig)
 _SIZE_FLAGS = {
     "tensor": "--tensor-parallel-size",
     "data": "--data-parallel-size",
@@ -103,18 +110,11 @@ def parse_flags(argv: Sequence[str], environment: Mapping[str, str] | None = Non
     )
 
 
-def _json_config(flag: str, kind: type[_Config], text: str) -> _Config:
-    """A flag whose value is a JSON object of the fields of `kind`."""
-    known = {f.name for f in fields(kind)}
+def _json_config(flag: str, kind: type[JsonConfig], text: str) -> JsonConfig:
     try:
-        given = json.loads(text)
+        return config_of(flag, kind, json.loads(text))
     except ValueError as error:
         raise ConfigError(f"{flag} {text!r} is not JSON: {error}") from error
-    unknown = sorted(given.keys() - known) if isinstance(given, dict) else None
-    if unknown is None or unknown:
-        what = f"unknown {', '.join(unknown)}" if unknown else "not an object"
-        raise ConfigError(f"{flag} {text!r}: {what}; it may have {', '.join(sorted(known))}")
-    return kind(**given)
 
 
 def _parser() -> _Parser:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from typing import Any, Literal, TypedDict, TypeVar
 
@@ -22,7 +23,7 @@ from checkpoints.default_model import default_model_path
 from serving.api.generation import generate
 from serving.api.service import Service
 from serving.build import build_core
-from serving.config import EngineConfig, ServerConfig, StructuredOutputsConfig
+from serving.config import EngineConfig, EplbConfig, ServerConfig, StructuredOutputsConfig, config_of
 from serving.decoding.speculation.config import SpeculativeConfig
 from serving.engine.in_process import InProcessClient
 from serving.errors import EngineDead, InvalidRequest
@@ -33,6 +34,11 @@ from serving.validation import to_engine_requests
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
+FROM_JSON = {
+    "speculative_config": SpeculativeConfig.of,
+    "eplb_config": partial(config_of, "eplb_config", EplbConfig),
+    "structured_outputs_config": partial(config_of, "structured_outputs_config", StructuredOutputsConfig),
+}
 MAX_PROMPTS = 1 << 31  # a batch may be of any length: nobody else waits, and nobody could retry later
 
 _T = TypeVar("_T")
@@ -70,16 +76,15 @@ class RequestOutput:
 
 
 class LLM:
-    """Keyword arguments are the fields of `serving.config.EngineConfig`; `speculative_config` and
+    """Keyword arguments are the fields of `serving.config.EngineConfig`; `speculative_config`, `eplb_config` and
     `structured_outputs_config` may be dicts. Raises ConfigError when the model cannot be served as asked. Use as a
     context manager, or call `close`, to free the device memory at once."""
 
     def __init__(self, model: str = "", *, progress: bool = True, **options: Any):
         model = model or str(default_model_path(progress))
-        if isinstance(speculative := options.get("speculative_config"), Mapping):
-            options["speculative_config"] = SpeculativeConfig.of(speculative)
-        if isinstance(structured := options.get("structured_outputs_config"), Mapping):
-            options["structured_outputs_config"] = StructuredOutputsConfig(**structured)
+        for name, from_json in FROM_JSON.items():
+            if isinstance(given := options.get(name), Mapping):
+                options[name] = from_json(given)
         config = EngineConfig(model=model, **{"max_num_waiting": MAX_PROMPTS, **options})
         runner, info, eos_ids, compile_grammar = build_core(config, progress=progress)
         client = InProcessClient(runner, info, eos_ids, config, compile_grammar)
@@ -136,12 +141,24 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        **template_options: Any,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Completes one conversation or several, through the model's chat template."""
+        """Completes one conversation or several, through the model's chat template or the one given."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         tokenizer = self.service.tokenizer
-        texts = [tokenizer.apply_chat_template(list(one), **template_options) for one in conversations]  # type: ignore[arg-type]
+        render = partial(
+            tokenizer.apply_chat_template,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            **chat_template_kwargs or {},
+        )
+        texts = [render(list(one)) for one in conversations]  # type: ignore[arg-type]
         prompts: list[Prompt] = [
             {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)} for text in texts
         ]

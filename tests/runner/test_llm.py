@@ -35,6 +35,10 @@ def test_chat_knows_the_capital(llm: LLM):
     assert "Paris" in first.outputs[0].text and first.outputs[0].finish_reason == "stop"
     assert first.outputs[0].text == second.outputs[0].text
     assert first.prompt is not None and first.prompt.endswith("<|im_start|>assistant\n")
+    given: Any = {"chat_template": "{{ tools[0] }} {{ mood }}", "tools": ["f"], "chat_template_kwargs": {"mood": 1}}
+    assert llm.chat(question, SamplingParams(max_tokens=1), use_tqdm=False, **given)[0].prompt == "f 1"
+    with pytest.raises(TypeError, match="enable_thinking"):
+        llm.chat(question, enable_thinking=False)  # type: ignore[call-arg]
 
 
 def test_a_seed_gives_the_same_tokens_whatever_else_runs(llm: LLM):

@@ -1,10 +1,13 @@
 """--structured-outputs-config, from the flag to the grammar."""
 
+from typing import Any
+
 import pytest
 
 from serving.config import StructuredOutputsConfig
 from serving.errors import ConfigError
 from serving.flags import parse_flags
+from serving.llm import LLM
 from serving.request import SamplingParams, StructuredOutputs
 from serving.validation import RequestLimits, to_engine_requests
 from tests.decoding.grammar.schema_cases import INT, obj
@@ -32,6 +35,15 @@ def test_mistakes_in_it(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_flags([FLAG, text])
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"structured_outputs_config": {"reasoning_parser": "x"}}, "unknown reasoning_parser; it may have backend"),
+    ({"enable_eplb": True, "eplb_config": {"window_size": 0}}, "window_size is 0, must be a whole number"),
+])  # fmt: skip
+def test_mistakes_in_the_dicts_of_the_llm_class(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM("no model is read", **options)
 
 
 @pytest.mark.parametrize(
