@@ -7,6 +7,7 @@ Axis letters: T tokens, S rows, K drafts a row, D model dim, V vocab, v tokens o
 l blocks of a head.
 """
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -42,25 +43,27 @@ class MedusaConfig:
                 raise ValueError(f"Medusa heads: {name}={getattr(self, name)} must be in 1 to 64")
 
 
-def read_medusa_config(hf: Mapping[str, Any], target: ModelConfig) -> MedusaConfig:
-    """From a `config.json` as FasterDecoding or vLLM write it. `tie_word_embeddings`: the heads have no output matrices
-    and use the target's. Raises ValueError."""
+def read_medusa_config(hf: Mapping[str, Any], target: ModelConfig, names: Collection[str]) -> MedusaConfig:
+    """hf: a `config.json` as FasterDecoding or vLLM write it. names: of the checkpoint's tensors, which say what there
+    is: published configs speak of fewer heads, or are copies of the target's. Raises ValueError."""
     for name, size in (("vocab_size", target.vocab_size), ("hidden_size", target.hidden_size)):
         if hf.get(name, size) != size:
             raise ValueError(f"the Medusa heads have {name}={hf[name]}, the target has {size}; use heads of this model")
     if hf.get("truncated_vocab_size") not in (None, target.vocab_size):
         raise ValueError(f"truncated_vocab_size={hf['truncated_vocab_size']} of the Medusa heads is not supported: "
                          f"they must cover the target's {target.vocab_size} tokens")
-    heads = hf.get("medusa_num_heads", hf.get("num_heads"))
-    if heads is None:
-        raise ValueError("the config of the Medusa heads has no medusa_num_heads")
-    published = "medusa_num_heads" in hf  # vLLM's have biases only where their config says so
+    stored = _Names.of(names)
+    heads = next(n for n in itertools.count() if stored.block.format(n, 0) + ".weight" not in names)
+    blocks = next(n for n in itertools.count() if stored.block.format(0, n) + ".weight" not in names)
+    if heads == 0:
+        raise ValueError(f"there are no Medusa heads: no tensor {stored.block.format(0, 0)}.weight")
+    # Of what the config speaks and the file has not, loading will say that it is missing.
+    heads = max(heads, int(hf.get("medusa_num_heads", hf.get("num_heads")) or 0))
+    own = sum(stored.output.format(head, blocks) in names for head in range(heads))
     return MedusaConfig(
-        num_heads=int(heads),
-        num_blocks=int(hf.get("medusa_num_layers", hf.get("num_hidden_layers", 1))),
-        has_bias=bool(hf.get("medusa_fc_bias", published)),
-        output="target" if hf.get("tie_word_embeddings") else "shared" if hf.get("original_lm_head") else "own",
-    )
+        num_heads=heads, num_blocks=blocks, has_bias=stored.block.format(0, 0) + ".bias" in names,
+        output="own" if own > 1 else "shared" if stored.shared.format(0, blocks) in names else "target",
+    )  # fmt: skip
 
 
 class Medusa(nnx.Module):
@@ -172,25 +175,39 @@ def _project(x: Float[Array, "h S D"], matrix: jax.Array) -> Float[Array, "h S v
     return jnp.einsum(equation, x, matrix, preferred_element_type=jnp.float32)
 
 
-def medusa_sources(config: MedusaConfig, names: Collection[str]) -> dict[tuple[str, ...], ParamSource]:
-    """Which tensors make the parameters. names: of the checkpoint, as FasterDecoding wrote it (with or without
-    "medusa_head." before each) or as vLLM wants it ("blocks." and "lm_heads.")."""
-    h, l = range(config.num_heads), range(config.num_blocks)  # noqa: E741
-    if any(".layers." in name for name in names):
-        prefix = "medusa_heads." if any(name.startswith("medusa_heads.") for name in names) else ""
-        block, output, shared = prefix + "blocks.{}.layers.{}", prefix + "lm_heads.{}.weight", prefix + "lm_head.weight"
-        shared = shared if shared in names else output.format(0)
-    else:
+class _Names(NamedTuple):
+    """Of a head's number and a block's. output: a head's matrix, where each has one; shared: where all have one."""
+
+    block: str
+    output: str
+    shared: str
+
+    @staticmethod
+    def of(names: Collection[str]) -> "_Names":
+        """As FasterDecoding wrote them (with or without "medusa_head." before each) or as vLLM wants them ("blocks."
+        and "lm_heads."). There a head's matrix comes after its blocks and has the next number."""
+        if any(".layers." in name for name in names):
+            prefix = "medusa_heads." if any(name.startswith("medusa_heads.") for name in names) else ""
+            output, shared = prefix + "lm_heads.{}.weight", prefix + "lm_head.weight"
+            return _Names(prefix + "blocks.{}.layers.{}", output, shared if shared in names else output)
         prefix = "medusa_head." if any(name.startswith("medusa_head.") for name in names) else ""
-        block, output = prefix + "{}.{}.linear", f"{prefix}{{}}.{config.num_blocks}.weight"
-        shared = output.format(0)
-    found = {("blocks",): ParamSource(names=tuple(block.format(i, j) + ".weight" for i in h for j in l), stacked=True,
-                                      experts=config.num_blocks, transpose=True)}  # fmt: skip
+        return _Names(prefix + "{}.{}.linear", prefix + "{}.{}.weight", prefix + "{}.{}.weight")
+
+
+def medusa_sources(config: MedusaConfig, names: Collection[str]) -> dict[tuple[str, ...], ParamSource]:
+    """Which tensors make the parameters. names: of the checkpoint."""
+    h, l, stored = range(config.num_heads), range(config.num_blocks), _Names.of(names)  # noqa: E741
+
+    def of_blocks(kind: str, transpose: bool) -> ParamSource:
+        return ParamSource(names=tuple(stored.block.format(i, j) + kind for i in h for j in l), stacked=True,
+                           experts=config.num_blocks, transpose=transpose)  # fmt: skip
+
+    found = {("blocks",): of_blocks(".weight", transpose=True)}
     if config.has_bias:
-        found[("bias",)] = ParamSource(names=tuple(block.format(i, j) + ".bias" for i in h for j in l), stacked=True,
-                                       experts=config.num_blocks)  # fmt: skip
+        found[("bias",)] = of_blocks(".bias", transpose=False)
     if config.output == "own":
-        found[("outputs",)] = ParamSource(names=tuple(output.format(i) for i in h), stacked=True)
+        output = tuple(stored.output.format(i, config.num_blocks) for i in h)
+        found[("outputs",)] = ParamSource(names=output, stacked=True)
     elif config.output == "shared":
-        found[("outputs",)] = ParamSource(names=(shared,), stacked=False)
+        found[("outputs",)] = ParamSource(names=(stored.shared.format(0, config.num_blocks),), stacked=False)
     return found

@@ -14,7 +14,7 @@ def load_medusa(config: SpeculativeConfig, around: Surroundings) -> Medusa:
     """Raises ConfigError."""
     target = around.target
     with open_drafter(config) as (checkpoint, source):
-        heads = read_medusa_config(checkpoint.config, target.config)
+        heads = read_medusa_config(checkpoint.config, target.config, source.names())
         make = partial(Medusa, heads, target.config, target.rules, tree=config.speculative_token_tree,
                        dtype=around.dtype)  # fmt: skip
         medusa = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import save_file
 
+from checkpoints.errors import CheckpointError
 from model.build import model_rules
 from model.config import ModelConfig
 from model.families.registry import read_config
@@ -66,7 +67,7 @@ def hf_config(blocks: int, output: str, **more) -> dict:
 
 def make(tmp_path: Path, hf: dict, of: dict[str, np.ndarray], tree=None, mesh: str = "1x1") -> Medusa:
     save_file(of, tmp_path / "medusa_lm_head.safetensors")
-    config, rules = read_medusa_config(hf, TARGET), model_rules(TARGET, make_mesh(parse_mesh(mesh)))
+    config, rules = read_medusa_config(hf, TARGET, of), model_rules(TARGET, make_mesh(parse_mesh(mesh)))
     shapes = nnx.eval_shape(lambda: Medusa(config, TARGET, rules, tree=tree, rngs=nnx.Rngs(0), dtype=F32))
     sources = medusa_sources(config, of)
     assert set(sources) == set(paths_of(shapes))
@@ -126,8 +127,7 @@ WRONG = [
     ({"hidden_size": D + 1}, None, f"hidden_size={D + 1}, the target has {D}"),
     ({"vocab_size": V + 1}, None, f"vocab_size={V + 1}, the target has {V}"),
     ({"truncated_vocab_size": V - 1}, None, "truncated_vocab_size"),
-    ({"medusa_num_heads": None}, None, "no medusa_num_heads"),
-    ({"medusa_num_heads": 0}, None, "num_heads=0 must be in 1"),
+    ({"medusa_num_heads": 65}, None, "num_heads=65 must be in 1"),
     ({}, PUBLISHED["mc_sim_7b_63"], "needs 4 Medusa heads, there are 3"),
     ({}, ((0,), (V,)), f"rank {V} is not in a vocabulary of {V}"),
     ({}, ((0,), (1, 0)), "after its parent"),
@@ -137,6 +137,23 @@ WRONG = [
 @pytest.mark.parametrize("more, tree, message", WRONG)
 def test_what_does_not_fit_is_refused(more: dict, tree, message: str):
     with pytest.raises(ValueError, match=message):
-        config = read_medusa_config(hf_config(1, "own", **more), TARGET)
+        config = read_medusa_config(hf_config(1, "own", **more), TARGET, tensors(1, "own"))
         Medusa(config, TARGET, model_rules(TARGET, make_mesh(parse_mesh("1x1"))), tree=tree, rngs=nnx.Rngs(0),
                dtype=F32)  # fmt: skip
+
+
+@pytest.mark.parametrize("style", ["published", "vllm"])
+@pytest.mark.parametrize("output", ["own", "shared", "target"])
+def test_the_tensors_say_what_heads_there_are(output: str, style: str):
+    """Configs speak of fewer heads, as vicuna-7b-v1.3's, or are copies of a target's with tied embeddings."""
+    wrong = {"medusa_num_heads": 2, "tie_word_embeddings": output == "own", "medusa_fc_bias": output == "target"}
+    config = read_medusa_config(wrong, TARGET, tensors(2, output, bias=output != "target", style=style))
+    assert (config.num_heads, config.num_blocks, config.output) == (HEADS, 2, output)
+    assert config.has_bias == (output != "target")
+
+
+def test_heads_that_are_not_there(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"no Medusa heads: no tensor 0\.0\.linear\.weight"):
+        read_medusa_config(hf_config(1, "own"), TARGET, ["embed_tokens.weight"])
+    with pytest.raises(CheckpointError, match=r"missing tensors: 3\.0\.linear"):
+        make(tmp_path, hf_config(1, "own", medusa_num_heads=HEADS + 1), tensors(1, "own", style="bare"))

@@ -7,6 +7,7 @@ import pytest
 from model.config import ModelConfig
 from model.families.registry import read_config
 from model.speculative.eagle_checkpoint import read_eagle3
+from model.speculative.medusa import MedusaConfig, read_medusa_config
 
 CONTEXT = 4096
 
@@ -85,3 +86,26 @@ def test_a_window_of_a_head_is_refused():
     layer = published["transformer_layer_config"] | {"layer_types": ["sliding_attention"], "use_sliding_window": True}
     with pytest.raises(ValueError, match="layer_types, sliding_window, use_sliding_window"):
         read_eagle3(published | {"transformer_layer_config": layer}, of_target, CONTEXT)
+
+
+# name -> (heads, its config): all are for models of 4096 numbers and 32000 tokens, with a matrix for each head
+MEDUSA: dict[str, tuple[int, dict[str, Any]]] = {
+    "FasterDecoding/medusa-vicuna-7b-v1.3: five heads": (
+        5, dict(base_model_name_or_path="lmsys/vicuna-7b-v1.3", medusa_num_heads=2, medusa_num_layers=1,
+                transformers_version="4.31.0")),
+    "made anew for vLLM": (
+        3, dict(architectures=["MedusaModel"], dtype="bfloat16", hidden_size=4096, medusa_fc_bias=True,
+                model_type="medusa", num_heads=3, num_hidden_layers=1, original_lm_head=False,
+                truncated_vocab_size=32000, vocab_size=32000)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MEDUSA)
+def test_medusa(name: str):
+    heads, published = MEDUSA[name]
+    of_head = "blocks.{0}.layers.0.weight blocks.{0}.layers.0.bias lm_heads.{0}.weight"
+    if "model_type" not in published:
+        of_head = "{0}.0.linear.weight {0}.0.linear.bias {0}.1.weight"
+    names = [name for head in range(heads) for name in of_head.format(head).split()]
+    found = read_medusa_config(published, target(32, 4096, 32000), names)
+    assert found == MedusaConfig(num_heads=heads, num_blocks=1, has_bias=True, output="own")
