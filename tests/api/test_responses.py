@@ -258,6 +258,20 @@ async def test_cancel_and_delete_end_the_work(serve: Serve, started: bool) -> No
             assert_error(await other.delete(f"{URL}/nothing"), 404, None)
 
 
+async def test_one_that_is_streamed_may_be_deleted(serve: Serve) -> None:
+    service = serve("abc", gate=asyncio.Event())
+    app = create_app(service)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        call = asyncio.ensure_future(client.post(URL, json={"input": "hi", "stream": True}))
+        await until(lambda: bool(app.state.responses.coming))
+        [response_id] = app.state.responses.coming
+        assert (await client.delete(f"{URL}/{response_id}")).json()["deleted"]
+        service.engine.gate.set()
+        assert events_of((await call).text)[-1].response.id == response_id
+        assert_error(await client.get(f"{URL}/{response_id}"), 404, None, "deleted")
+        assert_error(await client.delete(f"{URL}/{response_id}"), 404, None, "deleted")
+
+
 async def test_who_follows_a_cancelled_one_is_told(serve: Serve) -> None:
     service = serve("abcdefgh" * 20, gate=asyncio.Event(), config={"port": 0, "grpc_port": 0})
     service.engine.gate.set()
@@ -334,16 +348,18 @@ async def test_the_store_is_bounded(serve: Serve) -> None:
     service = serve()
     app = create_app(service)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-        async def ids(count: int, text: str = "hi") -> list[str]:
-            return [(await client.post(URL, json={"input": text})).json()["id"] for _ in range(count)]
+        async def ids(count: int, **how: bool) -> list[str]:
+            answers = [(await client.post(URL, json={"input": "hi", **how})).text for _ in range(count)]
+            return [answer.split('"id":"')[1].split('"')[0] for answer in answers]
 
         async def kept(names: list[str]) -> list[bool]:
             return [(await client.get(f"{URL}/{name}")).status_code == 200 for name in names]
 
         app.state.responses = ResponseStore(max_responses=3)
         assert await kept(await ids(5)) == [False, False, True, True, True]
-        app.state.responses = ResponseStore(max_bytes=10_000)
-        assert (await kept(await ids(10))).count(True) in range(2, 6)
+        for streamed in (False, True):
+            app.state.responses = ResponseStore(max_bytes=10_000)
+            assert (await kept(await ids(10, stream=streamed))).count(True) in range(2, 6)
         service.engine.gate = asyncio.Event()
         app.state.responses = ResponseStore(max_responses=2)
         for status in (200, 200, 429):

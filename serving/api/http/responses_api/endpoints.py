@@ -34,13 +34,12 @@ def _size(response: ResponseObject, conversation: Iterable[Item]) -> int:
 
 
 def _keep(store: ResponseStore, making: Making) -> None:
-    if making.body.stored:
-        conversation = [*making.conversation, *output_as_input(making.response.output)]
-        size = _size(making.response, conversation)
-        stored = Stored(response=making.response, conversation=conversation, num_bytes=size,
-                        has_logprobs=making.body.wants_logprobs)
-        with suppress(Overloaded):  # it was answered; that it cannot be asked for again is no failure
-            store.add(stored)
+    conversation = [*making.conversation, *output_as_input(making.response.output)]
+    size = _size(making.response, conversation)
+    stored = Stored(response=making.response, conversation=conversation, num_bytes=size,
+                    has_logprobs=making.body.wants_logprobs)
+    with suppress(Overloaded):  # it was answered; that it cannot be asked for again is no failure
+        store.add(stored)
 
 
 async def _complete(service: Service, making: Making, store: ResponseStore) -> ResponseObject:
@@ -48,17 +47,25 @@ async def _complete(service: Service, making: Making, store: ResponseStore) -> R
     async with aclosing(make_response(service, making, writer, interval=None)) as events:
         async for _ in events:
             pass
-    _keep(store, making)
+    if making.body.stored:
+        _keep(store, making)
     return making.response
 
 
 async def _frames(service: Service, making: Making, store: ResponseStore) -> AsyncGenerator[bytes]:
     writer = ResponseWriter(making.response, making.body.wants_logprobs)
-    async with aclosing(make_response(service, making, writer, service.config.stream_interval)) as events:
-        async for event in events:
-            if making.response.is_over:  # from the last event on others may refer to it
-                _keep(store, making)
-            yield frame(event)
+    response_id = making.response.id
+    if making.body.stored:
+        store.coming.add(response_id)
+    try:
+        async with aclosing(make_response(service, making, writer, service.config.stream_interval)) as events:
+            async for event in events:
+                if making.response.is_over and response_id in store.coming:  # from now on others may refer to it
+                    store.coming.discard(response_id)
+                    _keep(store, making)
+                yield frame(event)
+    finally:
+        store.coming.discard(response_id)
 
 
 def _start(service: Service, making: Making, store: ResponseStore) -> Stored:
@@ -150,9 +157,12 @@ async def _end(stored: Stored) -> None:
 
 
 async def delete(service: Service, request: Request) -> Response:
-    stored = _store(request).remove(request.path_params["response_id"])
-    await _end(stored)
-    return json_response(DeletedResponse(id=stored.response.id))
+    store, response_id = _store(request), request.path_params["response_id"]
+    if response_id in store.coming:
+        store.coming.discard(response_id)
+    else:
+        await _end(store.remove(response_id))
+    return json_response(DeletedResponse(id=response_id))
 
 
 async def cancel(service: Service, request: Request) -> Response:

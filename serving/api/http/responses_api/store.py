@@ -63,12 +63,16 @@ class Stored:
 
 
 class ResponseStore:
-    """Bounded by their number and by what they hold. Those that are still made do not go."""
+    """Bounded by their number and by what they hold. Those that are still made do not go.
+
+    coming: ids of responses that are streamed to a client and stored at the end; the endpoints add and discard them.
+    """
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES):
         self._max_responses, self._max_bytes = max_responses, max_bytes
         self._stored: OrderedDict[str, Stored] = OrderedDict()
         self._bytes = 0
+        self.coming: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._stored)
