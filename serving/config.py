@@ -158,6 +158,9 @@ class ServerConfig:
             _at_least(1, name, getattr(self, name))
         for name in ("port", "grpc_port", "shutdown_grace_seconds"):
             _at_least(0, name, getattr(self, name))
+        for name, keys in (("api-key", self.api_keys), ("admin-api-key", (self.admin_api_key,))):
+            if "" in keys:
+                raise ConfigError(f"--{name} is '', must have at least one character; without it there is no key")
         if not 0 <= self.max_logprobs <= MAX_LOGPROBS:
             raise ConfigError(f"--max-logprobs is {self.max_logprobs}, must be in 0 to {MAX_LOGPROBS}")
         if self.enable_auto_tool_choice != (self.tool_call_parser is not None):

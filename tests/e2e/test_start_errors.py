@@ -36,6 +36,8 @@ FLAGS = {
     ("--num-pages", "-1"): ("-1", "--num-pages"),
     ("--gpu-memory-utilization", "1.5"): ("1.5", "--gpu-memory-utilization"),
     ("--max-num-batched-tokens", "4", "--max-num-seqs", "8"): ("--max-num-batched-tokens", "4", "8"),
+    ("--api-key", "one", "--api-key", ""): ("--api-key is ''", "at least one character"),
+    ("--admin-api-key", ""): ("--admin-api-key is ''", "at least one character"),
     ("--mesh", "2x1", "--tensor-parallel-size", "2"): ("--mesh", "--tensor-parallel-size"),
 }
 
