@@ -7,13 +7,13 @@ read from safetensors.
 
 import json
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from checkpoints.tensors import ParamSource, TensorSource
-from model.config import ModelConfig
+from model.config import QKV, ModelConfig
 from model.families.names import LLAMA
 from model.families.registry import read_config
 
@@ -27,12 +27,16 @@ _OF_TRAINING = ("architectures", "auto_map", "base_model_ep_plan", "dtype", "emb
 _LLAMA_DEFAULTS = dict(model_type="llama", vocab_size=32000, hidden_size=4096, intermediate_size=11008,
                        num_attention_heads=32)  # fmt: skip
 # What `eagle_config` may say, beside the layers: what an EAGLE-3 head is. None: anything.
-_NESTED = dict(eagle_aux_hidden_state_layer_ids=None, use_aux_hidden_state=True, use_last_layernorm=True,
-               use_input_layernorm_in_first_layer=True, use_mtp_layernorm=False, next_layer_regular=None,
-               parallel_draft_step=1, parallel_draft_heads_num_layers=None)  # fmt: skip
+_NESTED = dict(eagle_aux_hidden_state_layer_ids=None, norm_before_fc=False, use_aux_hidden_state=True,
+               use_last_layernorm=True, use_input_layernorm_in_first_layer=True, use_mtp_layernorm=False,
+               next_layer_regular=None, parallel_draft_step=1, parallel_draft_heads_num_layers=None)  # fmt: skip
 # A Llama's layer comes with these of the config of a target that knows windows.
 _OF_WINDOWS = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
-FROZEN = ("embed_tokens.weight",)  # EAGLE-1 has a copy of the target's embeddings, which its training leaves alone
+_OF_EAGLE1 = ("bias", "eagle_fc_bias", "model", "qkv_bias")
+_OF_EAGLE3 = ("draft_vocab_size", "truncated_vocab_size", "target_hidden_size", "norm_before_residual", "eagle_config",
+              "eagle_aux_hidden_state_layer_ids")  # fmt: skip
+# EAGLE-1 has copies of the target's matrices, which its training leaves alone.
+FROZEN = ("embed_tokens.weight", "lm_head.weight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +50,13 @@ class Eagle3Config:
 
 def read_eagle1(hf: Mapping[str, Any], target: ModelConfig, context: int | None) -> ModelConfig:
     """The drafter's layer. context: the longest sequence that will be served. Raises ValueError."""
+    if isinstance(hf.get("model"), Mapping):  # made anew for vLLM
+        hf = {**hf, **hf["model"]}
     if "draft_vocab_size" in hf:
         raise ValueError("draft_vocab_size: this is an EAGLE-3 head; give \"method\": \"eagle3\"")
-    model = _read_layer({key: hf[key] for key in hf if key != "bias"}, target, context)
+    # Whether `fc` has a bias the tensors say; that q, k and v have one, and o none, no Llama's config can.
+    model = _read_layer({key: hf[key] for key in hf if key not in _OF_EAGLE1}, target, context)
+    model = replace(model, biases=model.biases | QKV) if hf.get("qkv_bias") else model
     if model.hidden_size != target.hidden_size:
         raise ValueError(f"the EAGLE head has hidden_size={model.hidden_size}, the target has {target.hidden_size}; "
                          "use the head of this model")
@@ -58,8 +66,10 @@ def read_eagle1(hf: Mapping[str, Any], target: ModelConfig, context: int | None)
 def read_eagle3(hf: Mapping[str, Any], target: ModelConfig, context: int | None) -> Eagle3Config:
     """Raises ValueError."""
     rest = dict(hf)
-    own = {key: rest.pop(key, None) for key in ("draft_vocab_size", "target_hidden_size", "norm_before_residual",
-                                                "eagle_config", "eagle_aux_hidden_state_layer_ids")}  # fmt: skip
+    own = {key: rest.pop(key, None) for key in _OF_EAGLE3}
+    if own["truncated_vocab_size"] not in (None, own["draft_vocab_size"]):
+        raise ValueError(f"truncated_vocab_size={own['truncated_vocab_size']} of an EAGLE-3 head must be its "
+                         f"draft_vocab_size, {own['draft_vocab_size']}")
     for key in ("norm_before_fc", "fc_norm", "norm_output"):
         if rest.pop(key, None):
             raise ValueError(f"{key}=true of an EAGLE-3 head is not supported, only heads without that norm")

@@ -60,7 +60,8 @@ def _attention(w: Mapping[str, Array], x: Array, hf: Mapping[str, Any]) -> Array
     """Causal, of a whole sequence [T, I]."""
     count, N, K = len(x), hf["num_attention_heads"], hf["num_key_value_heads"]
     H = hf.get("head_dim", hf["hidden_size"] // N)
-    q, k, v = ((x @ w[f"self_attn.{p}_proj.weight"].T).reshape(count, -1, H) for p in "qkv")
+    q, k, v = ((x @ w[f"self_attn.{p}_proj.weight"].T + w.get(f"self_attn.{p}_proj.bias", 0)).reshape(count, -1, H)
+               for p in "qkv")
     angle = np.arange(count)[:, None] * 10000.0 ** (-np.arange(0, H, 2) / H)
     cos, sin = (np.concatenate([f(angle)] * 2, 1)[:, None] for f in (np.cos, np.sin))
 

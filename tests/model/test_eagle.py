@@ -49,7 +49,12 @@ def kind(method: str, folder: Path, **more: Any) -> tuple[Path, reference.Refere
     rng = np.random.default_rng(3)
     if method == "eagle":
         tensors = reference.eagle1_tensors(rng)
-        return write(folder, tensors), reference.eagle1(tensors, EMBEDDING, OUTPUT), D
+        tensors |= {f"layers.0.self_attn.{p}_proj.bias": rng.normal(size=size).astype(np.float32)
+                    for p, size in (("q", 32), ("k", 16), ("v", 16))}  # fmt: skip
+        write(folder, tensors | {"lm_head.weight": OUTPUT})
+        hf = {"model_type": "eagle", "model": {**reference.HF, "bias": False, "eagle_fc_bias": True, "qkv_bias": True}}
+        (folder / "config.json").write_text(json.dumps(hf))  # as for vLLM
+        return folder, reference.eagle1(tensors, EMBEDDING, OUTPUT), D
     tensors = reference.eagle3_tensors(rng)
     return write(folder, tensors, draft_vocab_size=reference.DRAFT_VOCAB), reference.eagle3(tensors, EMBEDDING), 3 * D
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from model.config import ModelConfig
+from model.config import QKV, ModelConfig
 from model.families.registry import read_config
-from model.speculative.eagle_checkpoint import read_eagle3
+from model.speculative.eagle_checkpoint import read_eagle1, read_eagle3
 from model.speculative.medusa import MedusaConfig, read_medusa_config
 
 CONTEXT = 4096
@@ -69,6 +69,31 @@ EAGLE3: dict[str, tuple[ModelConfig, dict[str, Any], tuple[int, ...], bool]] = {
             fc_norm=False, norm_before_fc=False, norm_before_residual=True, norm_output=False,
             speculators_version="0.8.0.dev0", target_hidden_size=None, tie_word_embeddings=False),
         (2, 46, 91, 93), True),
+    "nvidia, for Llama 3.3 70B": (
+        target(80, 8192, 128256),
+        dict(
+            architectures=["LlamaForCausalLMEagle3"], attention_bias=False, attention_dropout=0.0, bos_token_id=128000,
+            draft_vocab_size=32000, eos_token_id=[128001, 128008, 128009], head_dim=128, hidden_act="silu",
+            hidden_size=8192, initializer_range=0.02, intermediate_size=28672, max_position_embeddings=131072,
+            mlp_bias=False, model_type="llama", num_attention_heads=64, num_hidden_layers=1, num_key_value_heads=8,
+            pad_token_id=None, pretraining_tp=1, rms_norm_eps=1e-5, rope_scaling=LLAMA3_ROPE, rope_theta=500000.0,
+            tie_word_embeddings=False, torch_dtype="bfloat16", transformers_version="4.54.1", use_cache=True,
+            vocab_size=128256,
+            eagle_config=dict(eagle_aux_hidden_state_layer_ids=[1, 39, 76], next_layer_regular=True,
+                              norm_before_fc=False, parallel_draft_heads_num_layers=1, parallel_draft_step=1,
+                              use_aux_hidden_state=True, use_input_layernorm_in_first_layer=True,
+                              use_last_layernorm=True, use_mtp_layernorm=False)),
+        (2, 40, 77), False),
+    "nebius/EAGLE3-gpt-oss-20b": (
+        target(24, 2880, 201088),
+        dict(
+            architectures=["LlamaForCausalLM"], draft_vocab_size=64000, head_dim=64, hidden_act="silu",
+            hidden_size=2880, intermediate_size=11520, max_position_embeddings=131072, model_type="llama",
+            num_attention_heads=64, num_hidden_layers=1, num_key_value_heads=8, rms_norm_eps=1e-5,
+            rope_scaling=dict(beta_fast=32.0, beta_slow=1.0, factor=32.0, original_max_position_embeddings=4096,
+                              rope_type="yarn", truncate=False),
+            rope_theta=150000, truncated_vocab_size=64000, vocab_size=201088),
+        (2, 12, 21), False),
 }  # fmt: skip
 
 
@@ -81,11 +106,44 @@ def test_eagle3(name: str):
     assert config.model.layers[0].window is None
 
 
+def test_another_vocabulary_of_eagle3_is_refused():
+    of_target, published, *_ = EAGLE3["nebius/EAGLE3-gpt-oss-20b"]
+    with pytest.raises(ValueError, match="truncated_vocab_size=32000 of an EAGLE-3 head must be its draft_vocab_size"):
+        read_eagle3(published | {"truncated_vocab_size": 32000}, of_target, CONTEXT)
+
+
 def test_a_window_of_a_head_is_refused():
     of_target, published, *_ = EAGLE3["speculators 0.8: four layers"]
     layer = published["transformer_layer_config"] | {"layer_types": ["sliding_attention"], "use_sliding_window": True}
     with pytest.raises(ValueError, match="layer_types, sliding_window, use_sliding_window"):
         read_eagle3(published | {"transformer_layer_config": layer}, of_target, CONTEXT)
+
+
+EAGLE_LLAMA3 = dict(
+    architectures=["LlamaForCausalLM"], bias=False, bos_token_id=128000, eos_token_id=128001, hidden_act="silu",
+    hidden_size=4096, initializer_range=0.02, intermediate_size=14336, max_position_embeddings=2048,
+    model_type="llama", num_attention_heads=32, num_hidden_layers=1, num_key_value_heads=8, pad_token_id=0,
+    rms_norm_eps=1e-5, rope_theta=500000.0, tie_word_embeddings=False, torch_dtype="float16",
+    transformers_version="4.28.1", use_cache=True, vocab_size=128256)  # fmt: skip
+
+
+# name -> (the target, the config, projections with biases)
+EAGLE1: dict[str, tuple[ModelConfig, dict[str, Any], frozenset[Any]]] = {
+    "yuhuili/EAGLE-LLaMA3.1-Instruct-8B": (LLAMA_8B, EAGLE_LLAMA3, frozenset()),
+    "the same, made anew for vLLM": (
+        LLAMA_8B, dict(model_type="eagle", model=EAGLE_LLAMA3 | dict(eagle_fc_bias=True)), frozenset()),
+    "for a Qwen2": (
+        target(28, 3584, 152064),
+        EAGLE_LLAMA3 | dict(bias=True, hidden_size=3584, intermediate_size=18944, num_attention_heads=28,
+                            num_key_value_heads=4, qkv_bias=True, rope_theta=1e6, vocab_size=152064), QKV),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EAGLE1)
+def test_eagle1(name: str):
+    of_target, published, biases = EAGLE1[name]
+    model = read_eagle1(published, of_target, CONTEXT)
+    assert (model.num_layers, model.family, model.biases) == (1, "llama", biases)
 
 
 # name -> (heads, its config): all are for models of 4096 numbers and 32000 tokens, with a matrix for each head
