@@ -96,8 +96,8 @@ class EngineCore:
         self._add_seconds("schedule", time.perf_counter() - began)
         before, self._in_flight = self._in_flight, None
         if step is not None:
-            if before is None and time.perf_counter() - self._last_result > PAUSE_SECONDS:
-                self._last_result = time.perf_counter()
+            if before is None and began - self._last_result > PAUSE_SECONDS:
+                self._last_result = began
             self._in_flight = step, self._runner.dispatch(step.plan)
         elif before is None and self._scheduler.has_work:
             raise RuntimeError("requests are live, but none can run and none is running")

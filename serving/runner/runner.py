@@ -172,7 +172,8 @@ class ModelRunner:
                     continue
                 plan, began = self._trial_plan(*kind), time.perf_counter()
                 self._run(plan, shape)
-                took = time.perf_counter() - began
+                # All hosts run the same steps, so they have to agree on what takes too long to be run again.
+                took = self._config.least_of_hosts("microseconds", int(1e6 * (time.perf_counter() - began))) / 1e6
                 seconds[kind] = min(took, seconds.get(kind, took))
         if not any(drafts for _, drafts in seconds):
             raise ConfigError(f"--max-num-batched-tokens {self.max_num_batched_tokens} has no room for a sequence's "

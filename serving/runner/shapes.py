@@ -105,8 +105,10 @@ def pick_shape(
     shapes: Sequence[StepShape], groups: Sequence[Sequence[int]], spreading: Spreading | None = None,
     num_drafts: int = 0,
 ) -> StepShape:  # fmt: skip
-    """The smallest shape that holds the rows of every data group, of which the tokens are given, with so many drafts
-    in a row; spread where that is wanted and possible. Raises ValueError if none does: the scheduler broke its limits.
+    """The cheapest shape that holds the rows of every data group, of which the tokens are given, with so many drafts
+    in a row; spread where that is wanted and possible. Sampling after a token is taken to cost what the token costs:
+    it goes through the vocabulary's matrix, as large as a small model's layers. Raises ValueError if no shape does: the
+    scheduler broke its limits.
     """
     decode_only = all(length == 1 for lengths in groups for length in lengths)
     spread = spreading is not None and not decode_only and spreading.holds(groups)
@@ -118,7 +120,11 @@ def pick_shape(
         and all(map(shape.holds, groups))
     ]  # fmt: skip
     if fitting:
-        return min(fitting, key=lambda s: (s.context == 1 if spread else 0, s.num_tokens, s.num_drafts, s.num_rows))
+        def cost(shape: StepShape) -> tuple[bool, int, int]:
+            num_sampled = shape.num_rows * shape.num_sampled
+            return spread and shape.context == 1, shape.num_tokens + num_sampled, shape.num_drafts
+
+        return min(fitting, key=cost)
     num_tokens, num_rows = max(map(sum, groups)), max(map(len, groups))
     raise ValueError(f"no compiled shape holds {num_tokens} tokens of {num_rows} rows; the largest is {shapes[-1]}")
 

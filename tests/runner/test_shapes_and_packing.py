@@ -51,7 +51,23 @@ def test_every_step_with_drafts_has_a_shape(num_seqs, extra, most, data):
     shape = pick_shape(shapes, [lengths], num_drafts=drafts)
     assert shape.holds(lengths) and shape.num_drafts >= drafts
     known = pick_shape(shapes, [lengths])  # the same tokens without drafts
-    assert known.holds(lengths) and (known.num_tokens, known.num_drafts) <= (shape.num_tokens, shape.num_drafts)
+    assert known.holds(lengths) and cost(known) <= cost(shape)
+
+
+def cost(shape: StepShape) -> int:
+    return shape.num_tokens + shape.num_rows * shape.num_sampled
+
+
+@pytest.mark.parametrize("lengths, shape", [
+    ([9] * 3, StepShape(36, 4, num_drafts=8)), ([9] * 5, StepShape(72, 8, num_drafts=8)),
+    ([9] * 14, StepShape(144, 16, num_drafts=8)), ([2] * 20, StepShape(64, 32, num_drafts=1)),
+    ([40] + [9] * 2, StepShape(72, 8, num_drafts=8)), ([40, 1, 1], StepShape(64, 32)), ([20, 1], StepShape(32, 8)),
+], ids=str)  # fmt: skip
+def test_few_rows_with_drafts_are_not_verified_as_many(lengths: list[int], shape: StepShape):
+    """64 tokens x 32 rows would hold 7 x 9, and sample after 288 tokens: more than twice the time of 72 x 8."""
+    shapes = step_shapes(32, 512, drafts=DraftShapes(lengths=(1, 8)))
+    drafts = 0 if shape.num_drafts == 0 else min(lengths[-1] - 1, 8)
+    assert pick_shape(shapes, [lengths], num_drafts=drafts) == shape
 
 
 @given(max_num_seqs=st.integers(1, 300), extra=st.integers(0, 5000), data=st.data())
