@@ -12,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from serving.api.service import Service
-from serving.errors import Overloaded, PageloomError
+from serving.errors import InvalidRequest, Overloaded, PageloomError
 from serving.request import EngineRequest, FinishReason, Logprobs, TokenEvent
 from serving.tokenizer.detokenizer import IncrementalDetokenizer
 from serving.tokenizer.stop_strings import StopStringMatcher
@@ -200,9 +200,10 @@ async def _run_sequence(service: Service, request: EngineRequest, sequence: int,
                     return
                 yield delta
         raise PageloomError("the engine ended a sequence without a finish reason")
-    except Overloaded:
+    except (Overloaded, InvalidRequest) as error:
         reason = None  # it never began
-        service.metrics.rejected()
+        if isinstance(error, Overloaded):
+            service.metrics.rejected()
         raise
     finally:
         if reason is not None:

@@ -1,8 +1,11 @@
+from collections.abc import AsyncGenerator
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from serving.api.service import Service
-from serving.request import EngineStats, GroupStats
+from serving.errors import InvalidRequest
+from serving.request import EngineRequest, EngineStats, GroupStats, TokenEvent
 from tests.api.conftest import Serve, client_of
 
 pytestmark = pytest.mark.anyio
@@ -64,7 +67,12 @@ def test_a_data_group_is_an_engine(serve: Serve) -> None:
         ]
 
 
-async def test_histograms_and_counts_of_requests(serve: Serve) -> None:
+async def refuse(request: EngineRequest) -> AsyncGenerator[TokenEvent]:
+    raise InvalidRequest("no such grammar", "response_format")
+    yield
+
+
+async def test_histograms_and_counts_of_requests(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     service = serve("abcdefg")
     async with client_of(service) as client:
         await client.post("/v1/completions", json={"prompt": "Hello", "n": 2})
@@ -72,6 +80,8 @@ async def test_histograms_and_counts_of_requests(serve: Serve) -> None:
         await client.post("/v1/completions", json={"prompt": "Hello", "stop": "c"})
         service.engine.room = 0
         await client.post("/v1/completions", json={"prompt": "Hello"})
+        monkeypatch.setattr(service.engine, "generate", refuse)
+        assert (await client.post("/v1/completions", json={"prompt": "Hello"})).status_code == 400
         text = (await client.get("/metrics")).text
     assert "# TYPE vllm:time_to_first_token_seconds histogram" in text
     samples = scrape(service)
@@ -81,8 +91,8 @@ async def test_histograms_and_counts_of_requests(serve: Serve) -> None:
     assert samples["vllm:time_to_first_token_seconds_count"][()] == 4
     assert samples["vllm:inter_token_latency_seconds_count"][()] == 7 + 7 + 2 + 2
     assert samples["vllm:request_generation_tokens_sum"][()] == 8 + 8 + 3 + 3
-    assert samples["vllm:request_params_n_sum"][()] == 2 + 1 + 1 + 1
+    assert samples["vllm:request_params_n_sum"][()] == 2 + 1 + 1 + 1 + 1
     assert samples["vllm:iteration_tokens_total_count"][()] == service.engine.stats.steps
     for name in ("e2e_request_latency", "request_queue_time", "request_prefill_time", "request_decode_time",
                  "request_inference_time", "request_time_per_output_token"):
-        assert samples[f"vllm:{name}_seconds_count"][()] >= 4
+        assert samples[f"vllm:{name}_seconds_count"][()] == 4
