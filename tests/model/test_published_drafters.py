@@ -6,6 +6,7 @@ import pytest
 
 from model.config import QKV, ModelConfig
 from model.families.registry import read_config
+from model.speculative.dflash import read_dflash_config
 from model.speculative.eagle_checkpoint import read_eagle1, read_eagle3
 from model.speculative.medusa import MedusaConfig, read_medusa_config
 
@@ -167,3 +168,23 @@ def test_medusa(name: str):
     names = [name for head in range(heads) for name in of_head.format(head).split()]
     found = read_medusa_config(published, target(32, 4096, 32000), names)
     assert found == MedusaConfig(num_heads=heads, num_blocks=1, has_bias=True, output="own")
+
+
+DFLASH = {
+    "z-lab/Qwen3-4B-DFlash-b16": dict(
+        architectures=["DFlashDraftModel"], attention_bias=False, attention_dropout=0.0,
+        auto_map=dict(AutoModel="dflash.DFlashDraftModel"), block_size=16, bos_token_id=151643,
+        dflash_config=dict(mask_token_id=151669, target_layer_ids=[1, 9, 17, 25, 33]), dtype="bfloat16",
+        eos_token_id=151645, head_dim=128, hidden_act="silu", hidden_size=2560, initializer_range=0.02,
+        intermediate_size=9728, layer_types=["full_attention"] * 5, max_position_embeddings=40960, max_window_layers=5,
+        model_type="qwen3", num_attention_heads=32, num_hidden_layers=5, num_key_value_heads=8, num_target_layers=36,
+        rms_norm_eps=1e-6, rope_scaling=None, rope_theta=1000000, sliding_window=None, tie_word_embeddings=True,
+        transformers_version="4.57.1", use_cache=True, use_sliding_window=False, vocab_size=151936),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DFLASH)
+def test_dflash(name: str):
+    config = read_dflash_config(DFLASH[name], target(36, 2560, 151936))
+    assert (config.block_size, config.mask_token_id, config.causal) == (16, 151669, (False,) * 5)
+    assert config.target_layer_ids == (1, 9, 17, 25, 33)
