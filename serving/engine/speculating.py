@@ -1,7 +1,9 @@
 """Drafts for the rows of a step: how many, from whom, and only those that can be accepted.
 
 A draft is cut where the tokens after it would be chosen by other rules than a verifying step applies to the whole row
-(`min_tokens`), where the sequence has to end, and where the grammar does not allow it.
+(`min_tokens`), where the sequence has to end, and where the grammar does not allow it. But drafts that
+rejection verifies may not be cut by what they are: in place of a forbidden token one has to be drawn from what p has
+more of than q, and where the draft ended before it, it would be drawn from p.
 """
 
 from collections.abc import Mapping
@@ -20,11 +22,12 @@ from serving.request import EngineStats
 @dataclass(frozen=True, kw_only=True)
 class SpeculationParts:
     """drafter: on the host; None: the device sends drafts with its results. tree_tokens: of a row, known ones and
-    drafts, that a tree has to be among; 0: drafts are chains."""
+    drafts, that a tree has to be among; 0: drafts are chains. rejects: drafts are verified by rejection."""
 
     length: DraftLength
     drafter: Drafter | None
     tree_tokens: int = 0
+    rejects: bool = False
 
 
 class Speculation:
@@ -51,9 +54,9 @@ class Speculation:
         if matcher is None:
             return draft, None
         tokens, parents = (draft.tokens, draft.parent_of) if draft is not None else (_NOTHING, _NOTHING)
-        masks = np.zeros((len(tokens) + 1, seq.mask_words), np.int32)
+        masks = np.full((len(tokens) + 1, seq.mask_words), -1, np.int32)  # after tokens not allowed: anything
         valid = matcher.masks(tokens, parents, masks)
-        if draft is None or valid.all():
+        if draft is None or valid.all() or (self._parts is not None and self._parts.rejects):
             return draft, masks
         kept = draft.only(valid)
         return (kept, masks[np.concatenate([[True], valid])]) if len(kept) else (None, masks[:1])
@@ -125,7 +128,7 @@ def speculation_parts(config: SpeculativeConfig | None, decode_seconds: Mapping[
     if config is None:
         return None
     return SpeculationParts(length=make_length(config, decode_seconds), drafter=make_drafter(config),
-                            tree_tokens=32 * tree_words(config))  # fmt: skip
+                            tree_tokens=32 * tree_words(config), rejects=config.rejects)  # fmt: skip
 
 
 def tree_words(config: SpeculativeConfig) -> int:

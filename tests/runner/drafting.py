@@ -10,6 +10,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from serving.llm import LLM, RequestOutput, SamplingParams
+from serving.request import StructuredOutputs
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 TARGET = GOLDENS / "llama-gqa-tied"
@@ -52,34 +53,43 @@ def tokens(outputs: Sequence[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def tiny(folder: Path, vocab: int) -> Path:
+def tiny(folder: Path, vocab: int, num_layers: int = 1) -> Path:
     """A target of so many tokens, none of them sure."""
-    config = json.loads((TARGET / "config.json").read_text()) | {"vocab_size": vocab, "num_hidden_layers": 1}
+    config = json.loads((TARGET / "config.json").read_text()) | {"vocab_size": vocab, "num_hidden_layers": num_layers}
+    kept = tuple(f"model.layers.{layer}." for layer in range(num_layers))
     tensors = {name: tensor for name, tensor in load_file(TARGET / "model.safetensors").items()
-               if "layers." not in name or "layers.0." in name}  # fmt: skip
+               if "layers." not in name or name.startswith(kept)}  # fmt: skip
     tensors["model.embed_tokens.weight"] = 0.3 * tensors["model.embed_tokens.weight"][:vocab]
     write(folder, config, tensors)
     return folder
 
 
-def check_distribution(speculative: dict, target: Path, vocab: int, tokenizer: str) -> None:
-    """Three tokens after a prompt, against the model's probabilities for each triple, by chi-square."""
+def check_distribution(speculative: dict, target: Path, vocab: int, tokenizer: str, grammar: str = "",
+                       allowed: Sequence[Sequence[int]] = ()) -> None:  # fmt: skip
+    """Three tokens after a prompt, against the model's probabilities for each triple, by chi-square. grammar: a regex
+    of longer texts; allowed: by it, for each of the three, always more than one token."""
     prompt, draws = [1, 0, 2, 1], 1000
     sizes = dict(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=16)
+    outputs = StructuredOutputs(regex=grammar) if grammar else None
     with engine(tokenizer, speculative, target, **sizes) as llm:
         one = SamplingParams(temperature=1.0, max_tokens=1, logprobs=vocab, ignore_eos=True)
-        [first] = probabilities(run(llm, [prompt], [one]), vocab)
+        first = probabilities(run(llm, [prompt], [one]), vocab)
         second = probabilities(run(llm, [[*prompt, t] for t in range(vocab)], [one] * vocab), vocab)
         pairs = [[*prompt, a, b] for a in range(vocab) for b in range(vocab)]
-        third = probabilities(run(llm, pairs, [one] * len(pairs)), vocab).reshape(vocab, vocab, vocab)
+        third = probabilities(run(llm, pairs, [one] * len(pairs)), vocab)
         # A fourth token, so that the two before it may both be drafts.
-        hot = [SamplingParams(temperature=1.0, seed=s, max_tokens=4, ignore_eos=True) for s in range(draws)]
+        hot = [SamplingParams(temperature=1.0, seed=s, max_tokens=4, ignore_eos=True, structured_outputs=outputs)
+               for s in range(draws)]  # fmt: skip
         drawn = np.array(tokens(run(llm, [prompt] * draws, hot)))[:, :3]
         assert llm.service.engine.stats.accepted_tokens > draws / 10
-    joint = first[:, None, None] * second[:, :, None] * third
+    for place, chances in zip(allowed, (first, second, third), strict=False):
+        chances *= np.isin(np.arange(vocab), place)
+        chances /= chances.sum(-1, keepdims=True)
+    joint = first[0, :, None, None] * second[:, :, None] * third.reshape(vocab, vocab, vocab)
     assert joint.max() < 0.4, "a sure model would prove nothing"
     counts = np.zeros_like(joint)
     np.add.at(counts, tuple(drawn.T), 1)
+    assert not counts[joint == 0].any()
     expected = (draws * joint).reshape(-1)
     rare = expected < 5
     expected = np.append(expected[~rare], expected[rare].sum())

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from serving.errors import ConfigError
 from serving.llm import SamplingParams
@@ -107,6 +108,19 @@ def test_the_distribution_is_the_targets(medusa: str, tokenizer: str, tmp_path: 
     tree = [[0], [1], [0, 0], [0, 1], [1, 0]]
     speculative = {"method": "medusa", "model": medusa, "speculative_token_tree": tree, "adaptive": False}
     check_distribution(speculative, tiny(tmp_path / "target", vocab), vocab, tokenizer)
+
+
+@pytest.mark.slow
+def test_rejection_gives_the_targets_distribution_where_a_grammar_forbids_drafts(
+    dflash: str, tokenizer: str, tmp_path: Path
+):
+    """Tokens from the fourth on are bytes from 0 on."""
+    vocab, grammar, allowed = 8, r"[\x00\x01][\x00-\x02][\x02\x03][\x00\x02\x03]{2}", ([4, 5], [4, 5, 6], [6, 7])
+    config = json.loads((Path(dflash) / "config.json").read_text()) | {"vocab_size": vocab}
+    drafter = write(tmp_path / "drafter", config, load_file(Path(dflash) / "model.safetensors"))
+    speculative = {"method": "dflash", "model": drafter, "draft_sample_method": "probabilistic", "adaptive": False,
+                   "num_speculative_tokens": 3}  # fmt: skip
+    check_distribution(speculative, tiny(tmp_path / "target", vocab, num_layers=3), vocab, tokenizer, grammar, allowed)
 
 
 @pytest.mark.parametrize("more, message", [

@@ -125,6 +125,11 @@ class SpeculativeConfig:
         return self.suffix_decoding_tree or self.speculative_token_tree is not None or self.eagle_topk > 1
 
     @property
+    def rejects(self) -> bool:
+        """Drafts are verified by rejection, which needs the distribution that each was drawn from."""
+        return self.draft_sample_method == "probabilistic"
+
+    @property
     def chooses_by_goodput(self) -> bool:
         return self.adaptive and self.num_speculative_tokens_per_batch_size is None
 
