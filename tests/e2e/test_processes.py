@@ -74,6 +74,17 @@ def occupied(server: Server) -> list[threading.Thread]:
     return threads
 
 
+def wait_until_it_drains(server: Server) -> None:
+    wait_until(lambda: httpx.get(server.url + "/health", timeout=20).status_code == 503, 20, "it drains")
+
+
+def assert_cut_short(stream: Streaming) -> None:
+    stream.join(20)
+    assert not stream.is_alive()
+    assert stream.error or "error" in stream.frames[-1] or stream.finish_reason == "abort", stream.frames[-1]
+    assert not any(choice["finish_reason"] == "length" for frame in stream.frames for choice in frame.get("choices", ()))
+
+
 def test_death_of_the_core(start_tiny: Callable[..., Server]):
     server = start_tiny()
     waiting = occupied(server)
@@ -86,14 +97,13 @@ def test_death_of_the_core(start_tiny: Callable[..., Server]):
             statuses.add(httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, timeout=5).status_code)
         except httpx.HTTPError:
             pass  # it stopped listening
-        assert time.monotonic() - start < 8, "the front end outlived its engine"
-    assert server.wait(5) == 1
-    assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 20, "the front end outlived its engine"
+    assert server.wait(20) == 1
     assert statuses <= {503}, statuses
     for thread in waiting:
-        thread.join(5)
+        thread.join(20)
         assert thread.results == [503]  # type: ignore[attr-defined]
-    stream.join(5)
+    stream.join(20)
     assert stream.error or "error" in stream.frames[-1]
     assert "the engine core died: signal SIGKILL" in server.log
 
@@ -102,47 +112,42 @@ def test_death_of_the_front_end_leaves_no_orphan(start_tiny: Callable[..., Serve
     server = start_tiny()
     Streaming(server)
     server.signal(signal.SIGKILL)
-    server.wait(5)
-    assert ends_within(server.core, 5), "the core lives on"
+    server.wait(20)
+    assert ends_within(server.core, 20), "the core lives on"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_live_requests_finish(start_tiny: Callable[..., Server], number: signal.Signals):
-    server = start_tiny()
+    server = start_tiny("--shutdown-grace-seconds", "120")
     stream = Streaming(server, max_tokens=3800)
     server.signal(number)
-    wait_until(lambda: httpx.get(server.url + "/health", timeout=5).status_code == 503, 5, "it drains")
+    wait_until_it_drains(server)
     assert not stream.done, "too fast to tell anything"
     assert server.post("/v1/completions", {"prompt": "x"}).status_code == 503
-    assert server.wait(30) == 0
-    stream.join(5)
+    assert server.wait(150) == 0
+    stream.join(20)
     assert stream.done and "error" not in stream.frames[-1], stream.frames[-1]
     assert stream.finish_reason == "length"
     assert sum(len(frame["choices"][0]["token_ids"]) for frame in stream.frames) == 3800
-    assert ends_within(server.core, 1)
+    assert ends_within(server.core, 10)
 
 
 def test_after_the_grace_period_live_requests_are_cancelled(start_tiny: Callable[..., Server]):
     server = start_tiny("--shutdown-grace-seconds", "0.2")
     stream = Streaming(server, n=8)
-    start = time.monotonic()
     server.signal(signal.SIGTERM)
-    assert server.wait(10) == 0
-    assert time.monotonic() - start < 5
-    stream.join(5)
-    assert not stream.is_alive()
-    assert stream.error or "error" in stream.frames[-1] or stream.finish_reason == "abort", stream.frames[-1]
+    assert server.wait(20) == 0
+    assert_cut_short(stream)
 
 
 def test_a_second_signal_means_now(start_tiny: Callable[..., Server]):
-    server = start_tiny()
-    Streaming(server, n=8)
-    start = time.monotonic()
+    server = start_tiny("--shutdown-grace-seconds", "120")
+    stream = Streaming(server, n=8)
     server.signal(signal.SIGTERM)
-    time.sleep(0.2)
+    wait_until_it_drains(server)  # two signals that wait at once are one
     server.signal(signal.SIGTERM)
-    assert server.wait(10) == 0
-    assert time.monotonic() - start < 5
+    assert server.wait(20) == 0
+    assert_cut_short(stream)
 
 
 @pytest.mark.parametrize("flag", ["--port", "--grpc-port"])
