@@ -4,13 +4,12 @@
 out. A schema is fine as soon as one way through it comes to an end, which is a least fixed point over its references.
 """
 
-import json
 from collections.abc import Callable
 from typing import Any
 
-MOST_LOOKS = 50_000  # at references; beyond it a schema passes unproven
+MOST_LOOKS = 100_000  # at schemas and parts of them; beyond it a schema passes unproven
 
-Ends = Callable[[str], bool]  # whether what a $ref refers to ends, as far as known
+Ends = Callable[[Any], bool]  # whether what a $ref, if it is one, refers to ends, as far as known
 
 
 class _Unproven(Exception):
@@ -22,12 +21,12 @@ def endless(root: dict[str, Any]) -> str | None:
     targets = _targets(root)
     known, order, looks = dict.fromkeys(targets, False), list(targets), 0
 
-    def ends(ref: str) -> bool:
+    def ends(ref: Any) -> bool:
         nonlocal looks
         looks += 1
         if looks > MOST_LOOKS:
             raise _Unproven
-        return known.get(ref, True)
+        return not isinstance(ref, str) or known.get(ref, True)
 
     changed = bool(known)
     try:
@@ -75,12 +74,9 @@ def _follow(root: Any, ref: str) -> Any:
 
 
 def _ends(schema: Any, known: Ends) -> bool:
-    if not isinstance(schema, dict):
-        return True
-    ref = schema.get("$ref")
-    if isinstance(ref, str) and not known(ref):
+    if not known(schema.get("$ref") if isinstance(schema, dict) else None):
         return False
-    if "const" in schema or "enum" in schema:
+    if not isinstance(schema, dict) or "const" in schema or "enum" in schema:
         return True
     for key in ("anyOf", "oneOf"):
         options = schema.get(key)
@@ -90,7 +86,7 @@ def _ends(schema: Any, known: Ends) -> bool:
         return False
     kinds = schema.get("type")
     kinds = [kinds] if isinstance(kinds, str) else kinds
-    if not isinstance(kinds, list) or not set(map(json.dumps, kinds)) <= {'"object"', '"array"'}:
+    if not isinstance(kinds, list) or not all(kind in ("object", "array") for kind in kinds):
         return True  # a number, say, always ends
     return any(_object_ends(schema, known) if kind == "object" else _array_ends(schema, known) for kind in kinds)
 

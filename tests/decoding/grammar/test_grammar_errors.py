@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from serving.decoding.grammar import finite
 from serving.decoding.grammar.build import MAX_CHOICES
 from serving.decoding.grammar.finite import endless
 from serving.decoding.grammar.json_schema import MAX_SCHEMA_BYTES
@@ -107,6 +108,22 @@ def test_many_references_are_followed_quickly(step: int) -> None:
     del schema["$defs"]["s1500"]
     schema["$defs"]["s1499"] = {"$ref": "#/$defs/s0"}
     assert endless(schema) is not None or step == 7
+
+
+def test_what_stands_before_a_reference_counts_as_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, look = 0, finite._ends
+
+    def counted(schema: object, known: finite.Ends) -> bool:
+        nonlocal looks
+        looks += 1
+        return look(schema, known)
+
+    monkeypatch.setattr(finite, "_ends", counted)
+    links = {f"{i}": {"allOf": [{"anyOf": [True] * 1000}, {"allOf": [{}] * 1000}, {"$ref": f"#/$defs/{i + 1}"}]}
+             for i in range(300)}  # fmt: skip
+    names = sorted(links, key=lambda name: int(name) * 7 % 300)
+    assert endless({"$defs": {name: links[name] for name in names}, "$ref": "#/$defs/0"}) is None
+    assert looks <= finite.MOST_LOOKS + 1
 
 
 @pytest.mark.parametrize(
