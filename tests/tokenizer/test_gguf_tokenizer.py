@@ -93,15 +93,13 @@ def write_llama_gguf(path, **changes) -> None:
 
 
 def test_a_long_text_leaves_other_threads_alone(smollm2: Tokenizer):
-    text, pauses = "What a wonderful world this is! " * 40_000, []
+    text, turns = "What a wonderful world this is! " * 40_000, 0
     with ThreadPoolExecutor(1) as pool:
-        began = last = time.monotonic()
         work = pool.submit(smollm2.encode, text)
         while not work.done():
             time.sleep(0.001)
-            last, pause = time.monotonic(), time.monotonic() - last
-            pauses.append(pause)
-    assert max(pauses) < (last - began) / 2
+            turns += 1
+    assert turns > 20, "this thread hardly ran"
     assert len(work.result()) == 40_000 * 7 + 1
 
 
