@@ -82,7 +82,8 @@ def assert_cut_short(stream: Streaming) -> None:
     stream.join(20)
     assert not stream.is_alive()
     assert stream.error or "error" in stream.frames[-1] or stream.finish_reason == "abort", stream.frames[-1]
-    assert not any(choice["finish_reason"] == "length" for frame in stream.frames for choice in frame.get("choices", ()))
+    choices = [choice for frame in stream.frames for choice in frame.get("choices", ())]
+    assert not any(choice["finish_reason"] == "length" for choice in choices)
 
 
 def test_death_of_the_core(start_tiny: Callable[..., Server]):
