@@ -1,7 +1,7 @@
 """What a step's results mean for its sequences: tokens taken in, told and shared, and why a sequence ends.
 
-Tokens that a grammar leaves no choice about are appended here, unsampled. They are told with the next event or, where
-log-probabilities are asked for, once a row has computed those.
+Tokens that a grammar leaves no choice about are appended here, unsampled. They are told with the next one that is
+sampled or, where log-probabilities are asked for, once a row has computed those.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,8 @@ class Outputs:
         if row.targets is not None and row.start + 1 < seq.prompt_len and seq.prompt_logprobs is not None:
             count, of_prompt = seq.request.sampling.prompt_logprobs, scored[: seq.prompt_len - row.start - 1]
             seq.store_prompt_logprobs(row.start + 1, [_cut(one, count) for one in of_prompt])
-        self._tell_forced(seq, event, row.start + 1, scored)
+        if row.samples or seq.num_unscored:  # no event before the prompt is computed
+            self._tell_forced(seq, event, row.start + 1, scored)
         if row.samples:
             seq.num_pending -= 1
             if seq.group is not None:

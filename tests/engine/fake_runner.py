@@ -7,7 +7,7 @@ ban or a count that is missing: each fails here, in `dispatch`.
 
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +18,8 @@ from serving.request import EngineRequest, Logprobs
 
 VOCAB = 32
 EOS = (1,)
+
+Language = Callable[[list[int]], set[int]]  # the tokens that a grammar allows after some outputs
 
 
 def raw_token(request: EngineRequest, output_index: int) -> int:
@@ -36,25 +38,30 @@ def banned_tokens(request: EngineRequest, outputs: list[int]) -> set[int]:
     return banned
 
 
-def choose(token: int, allowed, banned) -> int:
-    """The first token from `token` on, going round, that may be sampled."""
-    for candidate in range(token, token + VOCAB):
-        candidate %= VOCAB
-        if candidate not in banned and (allowed is None or candidate in allowed):
-            return candidate
-    raise AssertionError("every token is banned")
+def choose(token: int, allowed, banned, by_grammar: set[int] | None = None) -> int:
+    """The first token from `token` on, going round, that may be sampled. Where the bans leave none that the grammar
+    allows, the grammar counts."""
+    tokens = [candidate % VOCAB for candidate in range(token, token + VOCAB)]
+    tokens = [token for token in tokens if by_grammar is None or token in by_grammar]
+    left = [token for token in tokens if token not in banned and (allowed is None or token in allowed)]
+    assert left or by_grammar, "every token is banned"
+    return (left or tokens)[0]
 
 
-def expected_outputs(request: EngineRequest, max_model_len: int) -> tuple[list[int], str, int | None]:
+def expected_outputs(request: EngineRequest, max_model_len: int, language: Language | None = None
+                     ) -> tuple[list[int], str, int | None]:  # fmt: skip
     """The oracle: all output tokens, the finish reason and the stop token."""
     sampling, outputs = request.sampling, []
     limit = max_model_len - len(request.prompt_token_ids)
     limit = min(limit, sampling.max_tokens) if sampling.max_tokens is not None else limit
     while len(outputs) < limit:
-        token = choose(raw_token(request, len(outputs)), sampling.allowed_token_ids, banned_tokens(request, outputs))
+        token = choose(raw_token(request, len(outputs)), sampling.allowed_token_ids, banned_tokens(request, outputs),
+                       language and language(outputs))  # fmt: skip
         outputs.append(token)
         if token in EOS and not sampling.ignore_eos:
             return outputs, "stop", None
+        if token in EOS and language is not None:
+            return outputs, "stop", token if token in sampling.stop_token_ids else None
         if token in sampling.stop_token_ids:
             return outputs, "stop", token
     return outputs, "length", None
@@ -97,12 +104,15 @@ class FakeRunner:
         self.decode_seconds: dict[tuple[int, int], float] = {}
         self.groups = [Group(num_pages, page_size, max_num_seqs) for _ in range(num_groups)]
         self.requests: dict[str, tuple[EngineRequest, list[int]]] = {}
+        self.languages: dict[str, Language] = {}
         self.tokens_computed = 0
         self.steps = 0
         self._dispatched = self._fetched = 0
 
-    def register(self, request: EngineRequest) -> None:
-        outputs = expected_outputs(request, self.max_model_len)[0]
+    def register(self, request: EngineRequest, language: Language | None = None) -> None:
+        outputs = expected_outputs(request, self.max_model_len, language)[0]
+        if language is not None:
+            self.languages[request.request_id] = language
         self.requests[request.request_id] = (request, list(request.prompt_token_ids) + outputs)
 
     def dispatch(self, plan: StepPlan) -> tuple[int, StepResult]:
@@ -205,7 +215,7 @@ class FakeRunner:
         path: list[tuple[int, int]] = []
         at = -1
         while True:
-            token = self._sample(group, row, len(path))
+            token = self._sample(group, row, len(path), None if row.mask is None else _tokens_of(row.mask[at + 1]))
             drafts = enumerate(zip(row.draft.tokens, row.draft.parent_of, strict=True)) if row.draft else ()
             fitting = [i for i, (draft, parent) in drafts if parent == at and draft == token]
             path.append((token, fitting[0] if fitting else -1))
@@ -213,22 +223,29 @@ class FakeRunner:
                 return path
             at = fitting[0]
 
-    def _sample(self, group: Group, row: RowPlan, depth: int) -> int:
+    def _sample(self, group: Group, row: RowPlan, depth: int, mask: set[int] | None) -> int:
         request, true = self.requests[row.request_id]
         state, outputs = group.slots[row.slot], true[len(request.prompt_token_ids) :]
         index = row.output_index + depth
         assert row.output_index == row.start + row.num_tokens - row.num_drafts - len(request.prompt_token_ids)
         assert row.sampling is request.sampling or row.sampling == request.sampling
+        language = self.languages.get(row.request_id)
+        assert (mask is None) == (language is None)
         if index < len(outputs):  # else the host will drop the token
             assert state.banned == banned_tokens(request, outputs[:index]), f"{row.request_id}: wrong bans at {index}"
             assert state.logit_bias == request.sampling.logit_bias
             if penalizes(request):
                 assert state.prompt == tuple(request.prompt_token_ids)
                 assert state.counts == Counter(outputs[:index]), f"{row.request_id}: wrong counts at {index}"
-        token = choose(raw_token(request, index), state.allowed, state.banned)
+            assert language is None or mask == language(outputs[:index]), f"{row.request_id}: wrong mask at {index}"
+        token = choose(raw_token(request, index), state.allowed, state.banned, mask)
         state.counts[token] += 1
         state.last_token = token
         return token
+
+
+def _tokens_of(mask: np.ndarray) -> set[int]:
+    return {token for token in range(VOCAB) if int(mask[token // 32]) >> token % 32 & 1}
 
 
 def num_in_place(path: list[int]) -> int:

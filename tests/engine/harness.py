@@ -10,7 +10,8 @@ from serving.engine.scheduler_config import SchedulerConfig
 from serving.engine.speculating import SpeculationParts
 from serving.engine.step import Step
 from serving.request import EngineRequest, SamplingParams, TokenEvent
-from tests.engine.fake_runner import EOS, VOCAB, FakeRunner, expected_outputs
+from tests.engine.fake_grammar import FakeMatcher
+from tests.engine.fake_runner import EOS, VOCAB, FakeRunner, Language, expected_outputs
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Harness:
         self._available: dict[Group, int] = {}  # pages when the step was planned, before duplicates were freed
         for group in self.scheduler.groups:
             self._watch(group)
-        self.overlap, self.speculates = overlap, limits.speculation is not None
+        self.overlap = overlap
         self.live: dict[str, Live] = {}
         self.finished: dict[str, TokenEvent] = {}
         self.outputs: dict[str, list[int]] = {}
@@ -41,9 +42,9 @@ class Harness:
         self.plans: list[Step] = []
         self._in_flight: tuple[Step, object] | None = None
 
-    def add(self, request: EngineRequest) -> None:
-        self.scheduler.add(request)
-        self.runner.register(request)
+    def add(self, request: EngineRequest, language: Language | None = None, fast_forward: bool = True) -> None:
+        self.scheduler.add(request, None if language is None else FakeMatcher(language, fast_forward))
+        self.runner.register(request, language)
         self.live[request.request_id] = Live(request)
         self.scheduler.check_integrity()
 
@@ -59,7 +60,7 @@ class Harness:
 
     def step(self) -> Step | None:
         """One turn of the core's loop."""
-        if not self.overlap or (self.speculates and self.scheduler.waits_for_result):
+        if not self.overlap or self.scheduler.waits_for_result:
             self._fetch()
         step = self._schedule()
         handle = self.runner.dispatch(step.plan) if step is not None else None
@@ -132,7 +133,9 @@ class Harness:
 
     def _take(self, event: TokenEvent) -> None:
         live = self.live[event.request_id]
-        request, max_len = live.request, self.runner.max_model_len
+        request, language = live.request, self.runner.languages.get(event.request_id)
+        if event.logprobs is not None:
+            self._check_logprobs(live, event)
         live.events += 1
         live.outputs += event.new_token_ids
         if live.events == 1:
@@ -144,7 +147,7 @@ class Harness:
         assert (event.logprobs is not None) == (request.sampling.logprobs is not None and bool(event.new_token_ids))
         if event.finish_reason is None:
             return
-        outputs, reason, stop_token = expected_outputs(request, max_len)
+        outputs, reason, stop_token = expected_outputs(request, self.runner.max_model_len, language)
         if event.finish_reason == "abort":
             assert live.outputs == outputs[: len(live.outputs)]
         else:
@@ -152,6 +155,13 @@ class Harness:
             assert (event.finish_reason, event.stop_token_id) == (reason, stop_token)
         self.finished[event.request_id], self.outputs[event.request_id] = event, live.outputs
         del self.live[event.request_id]
+
+    def _check_logprobs(self, live: Live, event: TokenEvent) -> None:
+        """The runner's are -1 of a sampled token, -position of one that a grammar forced."""
+        assert event.logprobs is not None and [entry.token_id for entry in event.logprobs] == event.new_token_ids
+        may_force, first = event.request_id in self.runner.languages, len(live.request.prompt_token_ids)
+        for i, entry in enumerate(event.logprobs, first + len(live.outputs)):
+            assert entry.logprob == -1 or (may_force and entry.logprob == -i)
 
     def _check_prompt_logprobs(self, request: EngineRequest, event: TokenEvent) -> None:
         if request.sampling.prompt_logprobs is None:

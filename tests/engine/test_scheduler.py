@@ -320,14 +320,26 @@ def test_counts_survive_a_preemption():
 def test_bad_words_of_several_tokens_wait_for_the_host():
     outputs = expected_outputs(make_request("a", [9, 8, 7], max_tokens=8), 64)[0]
     request = make_request("a", [9, 8, 7], max_tokens=8, bad_words=((outputs[2], outputs[3]), (outputs[5],)))
-    harness = Harness()
+    harness = Harness(FakeRunner(max_num_seqs=16, max_num_batched_tokens=64))
     harness.add(request)
-    harness.add(make_request("b", [1, 2, 3], max_tokens=8))
+    for name in "bcdefghij":  # so many that they do not wait, too
+        harness.add(make_request(name, [1, 2, ord(name) % 32], max_tokens=8))
     harness.run()
     got = harness.outputs["a"]
     assert got[:3] == outputs[:3] and got[3] != outputs[3] and outputs[5] not in got
     fed = {row.request_id: row.token_ids for row in harness.plans[2].plan.rows}
-    assert fed["a"] is not None and harness.plans[1].plan.num_tokens == 1  # "b" alone
+    assert fed["a"] is not None and set(rows(harness.plans[1])) == set("bcdefghij")
+
+
+# ---- grammars
+
+
+def test_prompt_logprobs_are_whole_in_the_first_event_though_the_first_tokens_were_forced_before():
+    harness = Harness(FakeRunner(max_num_batched_tokens=8))
+    text = [5, 6, 7, 1]
+    harness.add(make_request("a", PROMPT, max_tokens=9, prompt_logprobs=0), lambda outputs: {text[len(outputs)]})
+    harness.run()  # the harness looks at the logprobs
+    assert harness.outputs["a"] == text
 
 
 # ---- bans
