@@ -6,6 +6,7 @@ written on one mesh opens on any other.
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import jax
@@ -29,14 +30,18 @@ def save_folder(
     params: Mapping[ParamPath, jax.Array],
     config: Mapping[str, Any],
     tokenizer_files: Mapping[str, bytes],
+    *,
+    beside: Mapping[str, Mapping[ParamPath, jax.Array]] = MappingProxyType({}),
 ) -> None:
-    """Writes a new folder. `config` is a Hugging Face config, `tokenizer_files` name -> content."""
+    """Writes a new folder. `config` is a Hugging Face config, `tokenizer_files` name -> content, `beside` the name of
+    a folder in this one -> parameters that are not the model's own."""
     folder = folder.expanduser().absolute()
     check_new(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(folder / PARAMS, _nested(params))
+            for name, values in {".": params, **beside}.items():
+                checkpointer.save(folder / name / PARAMS, _nested(values))
         for name, content in tokenizer_files.items():
             (folder / name).write_bytes(content)
         # Last: a folder without a config is not taken for a model, so a broken-off save is noticed.

@@ -3,20 +3,30 @@
     python -m scripts.convert SmolLM2-135M-Instruct.Q4_1.gguf converted/
     python -m serve --model converted/
 
-The folder holds the parameters, the model's config and its tokenizer; it restores onto any mesh.
+The folder holds the parameters, the model's config and its tokenizer, and in `mtp/` DeepSeek-V3's layer for
+multi-token prediction; it restores onto any mesh.
 """
 
 import argparse
 import sys
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
+
+import jax
+from flax import nnx
 
 from checkpoints.errors import CheckpointError
 from checkpoints.open import open_checkpoint
 from checkpoints.orbax_folder import check_new, save_folder
+from model.transformer import Path as ParamPath
 from serving.config import Dtype, EngineConfig
+from serving.decoding.speculation.config import SpeculativeConfig
+from serving.drafters.loading import Surroundings
+from serving.drafters.mtp import LAYER, has_layer, load_mtp
 from serving.errors import ConfigError
-from serving.loading import load_model
+from serving.loading import LoadedModel, load_model, page_size
 from serving.tokenizer.load import load_tokenizer
 
 
@@ -33,9 +43,25 @@ def convert(source: str, folder: Path, dtype: Dtype | None = None) -> None:
         dtype = stored_dtype(checkpoint.config)
         checkpoint.close()
     tokenizer = load_tokenizer(source)
-    loaded = load_model(EngineConfig(model=source, dtype=dtype), progress=True)
+    engine = EngineConfig(model=source, dtype=dtype)
+    loaded = load_model(engine, progress=True)
     config = {key: value for key, value in loaded.hf_config.items() if key not in ("dtype", "torch_dtype")}
-    save_folder(folder, loaded.stored_params, {**config, "dtype": dtype}, tokenizer.tokenizer_files())
+    save_folder(folder, loaded.stored_params, {**config, "dtype": dtype}, tokenizer.tokenizer_files(),
+                beside=_beside(engine, loaded))  # fmt: skip
+
+
+def _beside(engine: EngineConfig, loaded: LoadedModel) -> dict[str, Mapping[ParamPath, jax.Array]]:
+    """What the checkpoint has that is not the model's own. Latent attention has no heads' copies to take out."""
+    with closing(open_checkpoint(engine.model)) as checkpoint:
+        if not has_layer(checkpoint, loaded.model.config):
+            return {}
+    around = Surroundings(
+        target=loaded.model, path=engine.model, dtype=loaded.dtype, page_size=page_size(engine), max_num_seqs=1,
+        max_model_len=None, attention_backend=engine.attention_backend, progress=True,
+    )  # fmt: skip
+    layer = load_mtp(SpeculativeConfig(method="mtp", num_speculative_tokens=1), around)
+    return {LAYER: {tuple(map(str, path)): variable.get_value()
+                    for path, variable in nnx.to_flat_state(nnx.state(layer, nnx.Param))}}  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from model.config import LatentConfig, LayerSpec, ModelConfig, MoESpec, Routing
 from model.families.common import ConfigReader, base_fields
 from model.families.names import EXPERTS, LLAMA, Names, Stored
 
-# V3's layer behind the last, which predicts the token after the next: left unread.
+# V3's layer behind the last, which predicts the token after the next: not the model's, see `model.speculative.mtp`.
 PREDICTORS = ("model.layers.{layers}.*",)
 
 

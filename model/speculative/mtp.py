@@ -42,6 +42,11 @@ def mtp_config(target: ModelConfig) -> ModelConfig:
     return replace(target, layers=target.layers[-1:])
 
 
+def mtp_prefix(target: ModelConfig) -> str:
+    """Of the layer's tensors: it is behind the target's last."""
+    return f"model.layers.{target.num_layers}."
+
+
 class MTP(nnx.Module):
     """See `model.speculative.drafter.DeviceDrafter`."""
 
@@ -114,9 +119,9 @@ _OWN: dict[Path, str] = {
 
 
 def mtp_sources(target: ModelConfig, paths: Iterable[Path]) -> dict[Path, ParamSource]:
-    """Which tensors make the parameters: those of the layer behind the target's last. Its embedding and output matrix
-    are copies of the target's, which are used instead."""
-    prefix, config = f"model.layers.{target.num_layers}.", mtp_config(target)
+    """Which tensors make the parameters. The layer's embedding and output matrix are copies of the target's, which are
+    used instead."""
+    prefix, config = mtp_prefix(target), mtp_config(target)
     found = {}
     for path in paths:
         if path in _OWN:

@@ -4,13 +4,20 @@ import json
 import shutil
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from scripts.convert import main
 from serving.config import EngineConfig
+from serving.decoding.speculation.config import SpeculativeConfig
+from serving.drafters.loading import Surroundings
+from serving.drafters.mtp import load_mtp
+from serving.errors import ConfigError
 from serving.loading import load_model
 from serving.tokenizer.load import load_tokenizer
+from tests.model.speculators import write_with_mtp
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 
@@ -45,6 +52,27 @@ def test_converted_model_is_the_same(source: Path, tmp_path, dtype: str):
 def test_default_dtype_keeps_every_value(source: Path, tmp_path):
     assert main([str(source), str(tmp_path / "out")]) == 0
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_the_layer_for_multi_token_prediction_is_kept(tmp_path):
+    folder, out = write_with_mtp(tmp_path / "v3"), tmp_path / "out"
+    shutil.copy(GOLDENS / "tokenizer" / "bpe.model", folder / "tokenizer.model")
+    assert main([str(folder), str(out)]) == 0
+    config = SpeculativeConfig(method="mtp", num_speculative_tokens=1)
+
+    def layer(path: Path) -> dict:
+        target = load_model(EngineConfig(model=str(path), dtype="float32")).model
+        around = Surroundings(target=target, dtype=jnp.dtype("float32"), page_size=8, max_num_seqs=1, path=str(path),
+                              max_model_len=None, attention_backend="xla", progress=False)  # fmt: skip
+        return dict(nnx.to_flat_state(nnx.state(load_mtp(config, around), nnx.Param)))
+
+    original, again = layer(folder), layer(out)
+    assert set(again) == set(original)
+    for path, value in original.items():
+        np.testing.assert_array_equal(np.asarray(again[path][...]), np.asarray(value[...]))
+    shutil.rmtree(out / "mtp")
+    with pytest.raises(ConfigError, match="out has none"):
+        layer(out)
 
 
 def test_errors_are_one_line(source: Path, tmp_path, capsys):
