@@ -18,6 +18,7 @@ class Outputs:
     def __init__(self, config: SchedulerConfig, stats: EngineStats,
                  finish: Callable[[Sequence, FinishReason, TokenEvent], TokenEvent]):  # fmt: skip
         self._config, self._stats, self._finish = config, stats, finish
+        self._rejects = config.speculation is not None and config.speculation.rejects
 
     def take(self, seq: Sequence, row: RowPlan, result: StepResult, index: int) -> TokenEvent | None:
         """What a row's result means for its sequence; None: nothing to tell."""
@@ -102,6 +103,8 @@ class Outputs:
             seq.matcher.accept(forced)
             if seq.sampling_state is not None:
                 seq.sampling_state.counts_anew()
+            if seq.draft is not None:  # the device knows the distributions of drawn ones by their places
+                seq.draft = None if self._rejects else seq.draft.after(forced)
         return end
 
     def _end_of(self, seq: Sequence, token: int, num_tokens: int | None = None) -> FinishReason | None:

@@ -45,9 +45,22 @@ class Draft:
     def only(self, kept: np.ndarray) -> "Draft":
         """Some of the tokens, with the parents of all of them."""
         if self.parents is None:
-            return self.first(int(kept.sum()))
+            return Draft(self.tokens[kept])
         number = np.concatenate([np.cumsum(kept) - 1, [-1]]).astype(np.int32)  # the last is the parent -1
         return Draft(self.tokens[kept], number[self.parents[kept]])
+
+    def after(self, tokens: Seq[int]) -> "Draft | None":
+        """What it says of the time after these tokens, if it has them: its first ones, or of a branch."""
+        at, parents = -1, self.parent_of
+        for token in tokens:
+            found = np.flatnonzero((parents == at) & (self.tokens == token))
+            if not len(found):
+                return None
+            at = int(found[0])
+        kept = parents == at
+        for i in range(at + 1, len(self)):
+            kept[i] |= parents[i] >= 0 and kept[parents[i]]
+        return self.only(kept) if kept.any() else None
 
 
 @dataclass(frozen=True, kw_only=True)

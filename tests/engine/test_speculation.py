@@ -4,11 +4,13 @@ harness and the fake runner check each step; see `test_scheduler_property.py`.""
 import math
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.decoding.speculation.lengths import FixedLength
+from serving.engine.plan import Draft, RowPlan
 from serving.engine.speculating import SpeculationParts
 from tests.engine.fake_runner import VOCAB, FakeRunner
 from tests.engine.harness import Harness, make_request, random_tokens
@@ -125,3 +127,47 @@ def test_drafts_share_what_the_budget_leaves():
     harness.run()
     lengths = [[row.num_tokens for row in step.plan.rows] for step in harness.plans]
     assert max(map(sum, lengths)) == 9 and any(sorted(step) == [1, 1, 2, 5] for step in lengths)
+
+
+def with_grammar(accuracy: float, rejects: bool) -> tuple[Harness, list[RowPlan]]:
+    """Drafts of the device beside a grammar that forces every fifth token. Second: the rows with drafts, without the
+    last ones, which end where the sequence must."""
+
+    def language(outputs: list[int]) -> set[int]:
+        return {7} if len(outputs) % 5 == 4 else set(range(2, VOCAB, 3))
+
+    parts = SpeculationParts(length=FixedLength(3), drafter=None, rejects=rejects)
+    harness = Harness(DraftingRunner(Random(0), accuracy, False, max_model_len=128), speculation=parts)
+    harness.add(make_request("a", [3, 4, 5], max_tokens=100), language)
+    harness.run()
+    assert harness.scheduler.stats.forced_tokens > 3
+    rows = [row for step in harness.plans for row in step.plan.rows if row.draft is not None]
+    assert all(row.mask is not None and len(row.mask) == 1 + row.num_drafts for row in rows)
+    return harness, rows[:-3]
+
+
+def test_a_draft_ends_where_the_grammar_forbids_it_unless_rejection_has_to_see_it():
+    lengths = [{row.num_drafts for row in with_grammar(0.5, rejects)[1]} for rejects in (False, True)]
+    assert lengths == [{1, 2, 3}, {3}]
+
+
+def test_what_was_drafted_goes_on_after_forced_tokens():
+    """But for drawn tokens: the device has their distributions by place."""
+    for rejects in (False, True):
+        harness, rows = with_grammar(1.0, rejects)
+        stats = harness.scheduler.stats
+        assert stats.accepted_tokens == stats.draft_tokens > 30
+        assert any(row.num_tokens - row.num_drafts > 1 for row in rows) == (not rejects)
+
+
+def test_the_rest_of_a_draft():
+    chain = Draft(np.array([5, 6, 6, 7], np.int32))
+    tree = Draft(np.array([5, 8, 6, 9, 6, 7], np.int32), np.array([-1, -1, 0, 1, 2, 2], np.int32))
+    cases = [(chain, [5, 6], [6, 7], [-1, 0]), (chain, [], [5, 6, 6, 7], [-1, 0, 1, 2]), (chain, [6], None, None),
+             (chain, [5, 6, 6, 7], None, None), (chain, [5, 6, 6, 7, 8], None, None),
+             (tree, [5], [6, 6, 7], [-1, 0, 0]), (tree, [5, 6], [6, 7], [-1, -1]), (tree, [8], [9], [-1]),
+             (tree, [8, 6], None, None)]  # fmt: skip
+    for draft, tokens, rest, parents in cases:
+        got = draft.after(tokens)
+        assert (None if got is None else got.tokens.tolist()) == rest
+        assert got is None or got.parent_of.tolist() == parents and (got.parents is None) == (draft.parents is None)
