@@ -247,8 +247,7 @@ def test_special_tokens_that_meant_nothing_stay_hidden() -> None:
     assert content(text) == content(*text) == " no call at all ["
 
 
-def test_a_long_answer_costs_little() -> None:
-    """Held text is scanned once: a call of 200 kB, letter by letter, with the arguments before the name."""
+def test_long_arguments_before_the_name() -> None:
     value = json.dumps({"text": "word " * 4000})
     text = f'<tool_call>{{"arguments": {value}, "name": "add"}}</tool_call>'
     output = OutputParser(PARSERS["hermes"](TOOLS))

@@ -67,14 +67,14 @@ def test_the_least_used_is_forgotten() -> None:
 
 
 def test_a_slow_grammar_delays_only_its_request_and_is_refused_in_time() -> None:
-    compiler = Counting(timeout=0.5)
+    compiler = Counting(timeout=1.5)
     compiler.compile(GRAMMAR).result(20)
     slow, began = compiler.compile(SLOW), time.monotonic()
     other = compiler.compile(GRAMMAR.replace("3", "4"))
     assert isinstance(other.result(20), GrammarMatcher) and not slow.done()
-    with pytest.raises(InvalidRequest, match="not compiled within 0.5 seconds"):
+    with pytest.raises(InvalidRequest, match="not compiled within 1.5 seconds"):
         slow.result(20)
-    assert 0.4 < time.monotonic() - began < 10
+    assert 1.4 < time.monotonic() - began < 10
     compiler.gate.set()
     assert isinstance(compiler.compile(SLOW).result(20), GrammarMatcher), "another try is not refused unseen"
     compiler.close()
@@ -91,17 +91,17 @@ def test_many_slow_grammars_do_not_hold_up_a_quick_one() -> None:
 
 
 def test_a_wait_for_a_thread_is_bounded_and_not_counted_as_compiling() -> None:
-    compiler = Counting(threads=1, timeout=1.0)
+    compiler = Counting(threads=1, timeout=2.0)
     first, began = compiler.compile(SLOW), time.monotonic()
     time.sleep(0.5)
     behind = compiler.compile(f"{SLOW} too")
-    with pytest.raises(InvalidRequest, match="not compiled within 1 seconds"):
+    with pytest.raises(InvalidRequest, match="not compiled within 2 seconds"):
         first.result(20)
     with pytest.raises(Overloaded, match="no thread was free"):  # the first's is still at work
         behind.result(20)
-    assert 1.4 < time.monotonic() - began < 10
+    assert 2.4 < time.monotonic() - began < 10
     waited = compiler.compile(GRAMMAR)
-    time.sleep(0.7)
+    time.sleep(0.3)
     compiler.gate.set()
     assert isinstance(waited.result(20), GrammarMatcher)
     assert f"{SLOW} too" not in compiler.built, "what nobody waits for any more is not begun"
@@ -114,8 +114,8 @@ def test_a_queue_that_moves_is_waited_for() -> None:
             time.sleep(0.2)
             return super()._build(grammar)
 
-    compiler = Steady(threads=1, timeout=0.5)
-    grammars = [f'{{"grammars": [{{"lark_grammar": "start: /[ab]{{{n}}}/"}}]}}' for n in range(1, 9)]
+    compiler = Steady(threads=1, timeout=1.5)
+    grammars = [f'{{"grammars": [{{"lark_grammar": "start: /[ab]{{{n}}}/"}}]}}' for n in range(1, 13)]
     waiting = [compiler.compile(grammar) for grammar in grammars]
     assert all(isinstance(future.result(20), GrammarMatcher) for future in waiting)
     compiler.close()
