@@ -48,11 +48,20 @@ class Surroundings:
                           page_size=self.page_size, groups=self.target.rules.num_groups)  # fmt: skip
 
     def rules_and_kernels(self, config: ModelConfig) -> tuple[AxisRules, Kernels]:
-        """For layers of the kind of a target's. A drafter's experts have their places for good."""
-        options = replace(self.experts, redundant=None) if config.num_experts is not None else DEFAULT
+        """For layers of the kind of a target's."""
+        options = self._expert_options(config.num_experts)
         rules = model_rules(config, self.target.rules.mesh, options)
         return rules, choose_kernels(config, rules, self.dtype, attention_backend=self.attention_backend,
                                      page_size=self.page_size, options=options)  # fmt: skip
+
+    def _expert_options(self, num_experts: int | None) -> ExpertOptions:
+        """A drafter's experts have their places for good: what redundant ones make divide may not without them."""
+        if num_experts is None:
+            return DEFAULT
+        sizes = self.target.rules.mesh.shape
+        if num_experts % (sizes["data"] * sizes["tensor"]):
+            return ExpertOptions(two_micro_batches=self.experts.two_micro_batches)
+        return replace(self.experts, redundant=None)
 
 
 @contextmanager

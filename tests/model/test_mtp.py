@@ -1,5 +1,6 @@
 """DeepSeek-V3's layer for multi-token prediction, against logits that torch computed without a cache."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -8,14 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from model.dispatch import BySize, GatherTokens
+from model.expert_options import ExpertOptions
 from model.speculative.drafter import Settled
-from model.speculative.mtp import MTP
+from model.speculative.mtp import MTP, mtp_config
 from model.transformer import Transformer
 from serving.decoding.speculation.config import SpeculativeConfig
 from serving.drafters.loading import Surroundings
 from serving.drafters.mtp import load_mtp
 from serving.errors import ConfigError
-from tests.model.harness import GOLDENS, batch, kv_pages, load
+from tests.model.harness import GOLDENS, batch, kv_pages, load, shapes_of
 from tests.model.sampling_cases import rows
 from tests.model.speculators import write_with_mtp
 from tests.tolerances import LOGITS_FLOAT32
@@ -96,6 +99,20 @@ def test_drafts_whatever_was_chunked_or_rejected(both, run):
         got = drafts.tokens[0].tolist()
         assert got[0] == logits[end - 1].argmax()
         assert got == dense_drafts(target, jnp.zeros(shape.shape), run[1], all_states, tokens, end)
+
+
+def test_experts_that_divide_with_redundant_ones_only(both):
+    """8 and one more over 3 devices: the layer has 8, which every data group holds then."""
+    config = both[0].config
+    target = shapes_of(config, "tensor=1,data=3")
+    options = ExpertOptions(parallel=True, redundant=1)
+    around = Surroundings(target=target, dtype=jnp.dtype(jnp.float32), page_size=PAGE, max_num_seqs=1, experts=options,
+                          max_model_len=None, attention_backend="xla", progress=False)  # fmt: skip
+    _, kernels = around.rules_and_kernels(mtp_config(config))
+    assert kernels.experts is not None and kernels.experts.dispatch == GatherTokens(axes=(), num_places=8, held=8)
+    even = replace(around, target=shapes_of(config, "tensor=1,data=4"), experts=replace(options, redundant=4))
+    _, kernels = even.rules_and_kernels(mtp_config(config))
+    assert kernels.experts is not None and isinstance(kernels.experts.dispatch, BySize)
 
 
 def test_a_model_without_the_layer_is_refused(both):
