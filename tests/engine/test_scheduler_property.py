@@ -1,5 +1,5 @@
-"""Random workloads against the oracle, in pools so small that preemption is constant. The harness and the fake runner
-check everything after every step; here is only what happens."""
+"""Random workloads against the oracle, with and without grammars, in pools so small that preemption is constant. The
+harness and the fake runner check everything after every step; here is only what happens."""
 
 import random
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from serving.engine.speculating import SpeculationParts
 from serving.errors import InvalidRequest, Overloaded
+from tests.engine.fake_grammar import random_language
 from tests.engine.fake_runner import FakeRunner
 from tests.engine.harness import Harness, random_requests, random_tokens
 
@@ -20,7 +21,7 @@ def make_harness(
     make_runner: Callable[..., FakeRunner] = FakeRunner,
     speculation: Callable[[FakeRunner], SpeculationParts | None] = lambda runner: None,
 ) -> Harness:
-    max_num_seqs = rng.choice([1, 2, 4, 8, 8])
+    max_num_seqs = rng.choice([1, 2, 4, 8, 24])
     page_size = rng.choice([1, 2, 4, 8])
     max_model_len = rng.choice([24, 48, 80])
     full = -(-max_model_len // page_size)  # pages of one full sequence: the pool just fits it, or a few
@@ -50,11 +51,14 @@ def play(
     harness = make(rng, num_groups)
     max_len = harness.runner.max_model_len
     bases = [random_tokens(rng, max_len) for _ in range(3)]
+    with_grammar = rng.choice([0, 0.1, 0.6])
     for step in range(num_steps):
         if rng.random() < 0.3 * num_groups:
+            language = random_language(rng.randrange(99)) if rng.random() < with_grammar else None
+            fast_forward = rng.random() < 0.8
             for request in random_requests(rng, str(step), bases, max_len):
                 try:
-                    harness.add(request)
+                    harness.add(request, language, fast_forward)
                 except (InvalidRequest, Overloaded):
                     assert request.request_id not in harness.runner.requests
         if harness.live and rng.random() < 0.05:
@@ -79,10 +83,11 @@ def test_random_workloads(num_groups, seed, num_steps):
 @pytest.mark.parametrize("seed", range(2))
 def test_ten_thousand_steps(seed, num_groups):
     rng = random.Random(seed)
-    done = preempted = reused = 0
+    done = preempted = reused = forced = 0
     while done < 10_000:  # of single groups
         harness = play(rng, num_groups, num_steps=500)
         done += harness.runner.steps * num_groups
         preempted += harness.scheduler.stats.num_preemptions
         reused += harness.scheduler.stats.prompt_tokens_cached
-    assert preempted > 15 and reused > 500  # the workload does reach what it is meant to reach
+        forced += harness.scheduler.stats.forced_tokens
+    assert preempted > 15 and reused > 500 and forced > 100, (preempted, reused, forced)  # the workload does reach what it is meant to reach
