@@ -86,6 +86,8 @@ def test_trees():
         (NGRAM | {"eagle_topk": 2}, ("eagle_topk is 2", "no meaning", "eagle, eagle3")),
         ({"method": "suffix", "suffix_decoding_min_token_prob": 1.5}, ("1.5", "must be in 0 to 1")),
         ({"method": "suffix", "suffix_decoding_max_spec_factor": 0}, ("is 0.0", "over 0")),
+        ('{"method": "suffix", "suffix_decoding_max_spec_factor": 1e999}', ("is Infinity", "over 0 and at most 64")),
+        ({"method": "suffix", "suffix_decoding_max_spec_factor": 10**400}, ("is Infinity", "over 0 and at most 64")),
         ({"method": "suffix", "suffix_decoding_max_tree_depth": 1}, ("is 1", "2 to 64")),
         ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, ("is -1", "at least 0")),
         (EAGLE | {"eagle_num_steps": 2}, ("eagle_num_steps is 2", "give eagle_topk")),

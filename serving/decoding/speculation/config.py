@@ -112,7 +112,7 @@ class SpeculativeConfig:
             values["speculative_token_tree"] = _parse_tree(tree)
         for field in fields(cls):
             if type(values.get(field.name)) is int and type(field.default) is float:
-                values[field.name] = float(values[field.name])
+                values[field.name] = float(str(values[field.name]))  # by its digits: too many are infinity
         return cls(**values)
 
     @property
@@ -171,8 +171,9 @@ class SpeculativeConfig:
             if value is not None and not least <= value <= at_most.get(name, value):
                 bounds = f"in {least} to {at_most[name]}" if name in at_most else f"at least {least}"
                 raise _error(name, value, f"must be {bounds}")
-        if not self.suffix_decoding_max_spec_factor > 0:
-            raise _error("suffix_decoding_max_spec_factor", self.suffix_decoding_max_spec_factor, "must be over 0")
+        if not 0 < self.suffix_decoding_max_spec_factor <= MOST_DRAFTS:
+            raise _error("suffix_decoding_max_spec_factor", self.suffix_decoding_max_spec_factor,
+                         f"must be over 0 and at most {MOST_DRAFTS}")  # fmt: skip
         for name in ("suffix_decoding_min_token_prob", "posterior_threshold", "posterior_alpha"):
             if not 0 <= getattr(self, name) <= 1:
                 raise _error(name, getattr(self, name), "must be in 0 to 1")
