@@ -90,4 +90,4 @@ def test_ten_thousand_steps(seed, num_groups):
         preempted += harness.scheduler.stats.num_preemptions
         reused += harness.scheduler.stats.prompt_tokens_cached
         forced += harness.scheduler.stats.forced_tokens
-    assert preempted > 15 and reused > 500 and forced > 100, (preempted, reused, forced)  # the workload does reach what it is meant to reach
+    assert preempted > 15 and reused > 500 and forced > 100  # the workload does reach what it is meant to reach
