@@ -39,6 +39,7 @@ def test_flag_reaches_the_engine():
         ({"method": "suffix", "suffix_decoding_max_spec_factor": 2}, (3, 8, 24), 24),
         (EAGLE | {"speculative_token_tree": "[(0,), (0, 0), (1,)]", "num_speculative_tokens": 3}, (3,), 3),
         (EAGLE | {"speculative_token_tree": [[0, 0], [0]], "num_speculative_tokens": None}, (2,), 2),
+        (EAGLE | {"draft_sample_method": "greedy"}, (1, 3, 8), 8),  # what it does, and may be said
         ({"method": "dflash", "model": "d", "num_speculative_tokens": 15}, (15,), 15),
         ({"method": "mtp", "num_speculative_tokens": 1}, (1,), 1),
     ],
@@ -90,6 +91,8 @@ def test_trees():
         ({"method": "suffix", "suffix_decoding_max_spec_factor": 10**400}, ("is Infinity", "over 0 and at most 64")),
         ({"method": "suffix", "suffix_decoding_max_tree_depth": 1}, ("is 1", "2 to 64")),
         ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, ("is -1", "at least 0")),
+        (EAGLE | {"draft_sample_method": "probabilistic"}, ('is "probabilistic"', 'best tokens: give "greedy"')),
+        (NGRAM | {"draft_sample_method": "greedy"}, ("no meaning", "draft_model, medusa")),
         (EAGLE | {"eagle_num_steps": 2}, ("eagle_num_steps is 2", "give eagle_topk")),
         (EAGLE | {"eagle_topk": 2, "eagle_num_steps": 1000}, ("eagle_num_steps is 1000", "at most the 8 drafts")),
         (NGRAM | {TABLE: {"1": 2}, "adaptive": True}, ("adaptive is true", TABLE)),

@@ -28,7 +28,7 @@ METHODS_OF: dict[str, tuple[Method, ...]] = {
     "suffix_decoding_max_spec_factor": ("suffix",),
     "suffix_decoding_min_token_prob": ("suffix",),
     "suffix_decoding_tree": ("suffix",),
-    "draft_sample_method": ("draft_model", "mtp", "dflash"),
+    "draft_sample_method": ("draft_model", "medusa", "eagle", "eagle3", "mtp", "dflash"),
     "rejection_sample_method": ("medusa",),
     "posterior_threshold": ("medusa",),
     "posterior_alpha": ("medusa",),
@@ -36,6 +36,7 @@ METHODS_OF: dict[str, tuple[Method, ...]] = {
     "eagle_topk": ("eagle", "eagle3"),
     "eagle_num_steps": ("eagle", "eagle3"),
 }
+ONLY_BEST = ("medusa", "eagle", "eagle3")  # whose drafts are the best tokens, never drawn
 NEEDS_MODEL = ("draft_model", "medusa", "eagle", "eagle3", "dflash")
 
 TokenTree = tuple[tuple[int, ...], ...]  # paths of ranks: (0, 2) is the third guess after the best first one
@@ -61,7 +62,8 @@ class SpeculativeConfig:
     suffix_decoding_min_token_prob: float = 0.1  # of all drafts up to it
     suffix_decoding_tree: bool = False  # the likeliest continuations instead of one
 
-    # Of sequences with a temperature; see docs/speculation.md. coupled: what a seed gives stays the same.
+    # Of sequences with a temperature, where drafts may be drawn; see docs/speculation.md. coupled: what a seed gives
+    # stays the same.
     draft_sample_method: Literal["greedy", "probabilistic", "coupled"] = "coupled"
     # typical: Medusa's acceptance. It changes what is sampled: the output no longer follows the model's distribution.
     rejection_sample_method: Literal["standard", "typical"] = "standard"
@@ -181,6 +183,9 @@ class SpeculativeConfig:
     def _check_together(self) -> None:
         if self.method in NEEDS_MODEL and not self.model:
             raise ConfigError(f'{FLAG}: "method": "{self.method}" needs "model", the path of what drafts')
+        if self.draft_sample_method == "probabilistic" and self.method in ONLY_BEST:
+            raise _error("draft_sample_method", "probabilistic",
+                         f'but "method": "{self.method}" drafts the best tokens: give "greedy", or leave it out')  # fmt: skip
         least, most = self.lookup
         if least > most:
             raise _error("prompt_lookup_min", least, f"must be at most prompt_lookup_max, {most}")
