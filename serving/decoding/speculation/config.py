@@ -184,8 +184,8 @@ class SpeculativeConfig:
         if self.method in NEEDS_MODEL and not self.model:
             raise ConfigError(f'{FLAG}: "method": "{self.method}" needs "model", the path of what drafts')
         if self.draft_sample_method == "probabilistic" and self.method in ONLY_BEST:
-            raise _error("draft_sample_method", "probabilistic",
-                         f'but "method": "{self.method}" drafts the best tokens: give "greedy", or leave it out')  # fmt: skip
+            rule = f'but "method": "{self.method}" drafts the best tokens: give "greedy", or leave it out'
+            raise _error("draft_sample_method", "probabilistic", rule)
         least, most = self.lookup
         if least > most:
             raise _error("prompt_lookup_min", least, f"must be at most prompt_lookup_max, {most}")
