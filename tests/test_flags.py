@@ -1,8 +1,11 @@
 """What flags mean once they are read."""
 
+import re
+from pathlib import Path
+
 import pytest
 
-from serving.flags import parse_flags
+from serving.flags import _parser, parse_flags
 from sharding.mesh import MeshSpec, parse_mesh
 
 
@@ -16,3 +19,11 @@ from sharding.mesh import MeshSpec, parse_mesh
 ])  # fmt: skip
 def test_sizes_as_vllm_names_them_are_a_mesh(flags: str, spec: MeshSpec):
     assert parse_mesh(parse_flags(flags.split()).engine.mesh) == spec
+
+
+def test_the_readme_lists_every_flag():
+    section = (Path(__file__).parents[1] / "README.md").read_text().split("## Flags of `python -m serve`")[1]
+    cells = re.findall(r"^\| (`--.*?) \|", section.split("\n## ")[0], re.MULTILINE)
+    listed = [flag for cell in cells for flag in re.findall(r"--[a-z0-9-]+", cell.replace("[no-]", ""))]
+    flags = {flag for action in _parser()._actions for flag in action.option_strings if flag.startswith("--")}
+    assert sorted(listed) == sorted(flag for flag in flags if flag != "--help" and not flag.startswith("--no-"))
