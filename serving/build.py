@@ -19,13 +19,13 @@ from serving.config import EngineConfig
 from serving.decoding.grammar.compiler import Compiler
 from serving.decoding.grammar.tokens import vocabulary
 from serving.decoding.speculation.config import SpeculativeConfig
-from serving.distributed.fingerprint import fingerprint
+from serving.distributed.fingerprint import of_checkpoint, of_flags
 from serving.distributed.following import report_failure
 from serving.distributed.hosts import Alone, Hosts
 from serving.distributed.join import join_hosts
 from serving.distributed.leading import LeaderHosts
 from serving.distributed.runner import LeadingRunner
-from serving.drafters.loading import Surroundings
+from serving.drafters.loading import Surroundings, naming_the_flag, open_named
 from serving.drafters.make import check_speculation, load_drafter
 from serving.engine.compiling import Compile
 from serving.engine.plan import Runner
@@ -75,13 +75,23 @@ def _join(config: EngineConfig, progress: bool) -> Hosts:
     if config.hosts is None:
         return Alone()
     try:
-        with open_model(config, progress) as checkpoint:
-            entries = fingerprint(config, checkpoint.config, checkpoint.source)
+        entries = host_fingerprint(config, progress)
     except ConfigError as error:
         if config.is_follower:
             report_failure(config.hosts, str(error))
         raise
     return join_hosts(config.hosts, entries)
+
+
+def host_fingerprint(config: EngineConfig, progress: bool) -> dict[str, str]:
+    """What hosts compare before they start. Raises ConfigError."""
+    entries = of_flags(config)
+    with open_model(config, progress) as checkpoint:
+        entries |= of_checkpoint("the model's", checkpoint.config, checkpoint.source)
+    with naming_the_flag(), open_named(config.speculative_config) as drafter:
+        if drafter is not None:
+            entries |= of_checkpoint("the drafter's", drafter.config, drafter.source)
+    return entries
 
 
 def _identity(built: Built) -> dict[str, str]:

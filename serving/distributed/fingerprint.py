@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -15,20 +15,27 @@ OF_A_HOST = ("model", "tokenizer", "hosts", "compilation_cache_dir")  # paths an
 SAMPLES = 8  # tensors
 
 
-def fingerprint(config: EngineConfig, model: Mapping[str, Any], source: TensorSource | None) -> dict[str, str]:
-    """`model`: the checkpoint's config. `source`: its tensors, where they can be read one by one."""
-    entries = {name: _version(name) for name in PACKAGES}
-    entries |= {
-        f"--{field.name.replace('_', '-')}": str(getattr(config, field.name))
-        for field in fields(config)
-        if field.name not in OF_A_HOST
-    }
-    entries |= {f"the model's {name}": json.dumps(value, sort_keys=True, default=str) for name, value in model.items()}
+def of_flags(config: EngineConfig) -> dict[str, str]:
+    """And of versions. A drafter's path is a place, as the model's."""
+    given = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in OF_A_HOST}
+    if (speculative := config.speculative_config) is not None:
+        given["speculative_config"] = {key: value for key, value in asdict(speculative).items() if key != "model"}
+    flags = {f"--{name.replace('_', '-')}": str(value) for name, value in given.items()}
+    return _short({name: _version(name) for name in PACKAGES} | flags)
+
+
+def of_checkpoint(whose: str, config: Mapping[str, Any], source: TensorSource | None) -> dict[str, str]:
+    """`source`: its tensors, where they can be read one by one."""
+    entries = {f"{whose} {name}": json.dumps(value, sort_keys=True, default=str) for name, value in config.items()}
     if source is not None:
         names = sorted(source.names())
         shapes = json.dumps([(name, source.shape(name)) for name in names])
-        entries["the names and shapes of tensors"] = _digest(shapes.encode())
-        entries["sampled weights"] = _sampled(source, names)
+        entries[f"{whose} tensors' names and shapes"] = _digest(shapes.encode())
+        entries[f"{whose} sampled weights"] = _sampled(source, names)
+    return _short(entries)
+
+
+def _short(entries: Mapping[str, str]) -> dict[str, str]:
     return {name: value if len(value) <= 80 else _digest(value.encode()) for name, value in entries.items()}
 
 

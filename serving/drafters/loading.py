@@ -76,6 +76,16 @@ def naming_the_flag() -> Iterator[None]:
 
 
 @contextmanager
+def open_named(config: SpeculativeConfig | None) -> Iterator[Checkpoint | None]:
+    """What "model" names, if it is there. Raises CheckpointError."""
+    if config is None or config.model is None:
+        yield None
+        return
+    with closing(open_checkpoint(config.model)) as checkpoint:
+        yield checkpoint
+
+
+@contextmanager
 def open_drafter(config: SpeculativeConfig) -> Iterator[tuple[Checkpoint, TensorSource]]:
     """The folder that "model" names. Whatever is wrong with it within the block becomes one line, a ConfigError."""
     assert config.model is not None

@@ -1,16 +1,14 @@
 """The drafter that `--speculative-config` asks for, where it runs on the device."""
 
 from collections.abc import Callable, Mapping
-from contextlib import closing
 
-from checkpoints.open import open_checkpoint
 from model.config import ModelConfig
 from model.speculative.drafter import DeviceDrafter
 from serving.decoding.speculation.config import FLAG, SpeculativeConfig
 from serving.drafters.dflash import load_dflash
 from serving.drafters.draft_model import load_draft_model
 from serving.drafters.eagle import load_eagle
-from serving.drafters.loading import Surroundings, naming_the_flag
+from serving.drafters.loading import Surroundings, naming_the_flag, open_named
 from serving.drafters.medusa import load_medusa
 from serving.drafters.mtp import load_mtp
 from serving.errors import ConfigError
@@ -45,9 +43,8 @@ def check_speculation(config: SpeculativeConfig, target: ModelConfig, mesh: Mesh
         if (size := getattr(mesh, axis)) > 1:
             raise ConfigError(f'{FLAG}: "method": "{config.method}" drafts on the device, which --mesh {axis}={size} '
                               "has no part for; use tensor or data, or draft on the host: ngram, suffix")  # fmt: skip
-    if config.model is not None:
-        with naming_the_flag(), closing(open_checkpoint(config.model)):
-            pass
+    with naming_the_flag(), open_named(config):
+        pass
 
 
 def load_drafter(config: SpeculativeConfig, around: Surroundings) -> DeviceDrafter:
