@@ -72,6 +72,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
 
+    @property
+    def is_penalized(self) -> bool:
+        """What was sampled before counts."""
+        return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1)
+
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sequence to generate. `request_id` is unique among live requests (the front end makes it so)."""

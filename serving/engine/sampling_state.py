@@ -25,7 +25,7 @@ class SamplingState:
         self._stops = sampling.stop_token_ids + (() if sampling.ignore_eos else eos_token_ids)
         self._always = tuple(word[0] for word in request.bad_words_token_ids if len(word) == 1)
         self._words = tuple((word[:-1], word[-1]) for word in request.bad_words_token_ids if len(word) > 1)
-        self._counts = penalizes(request)
+        self._counts = sampling.is_penalized
         self._sent: tuple[int, ...] | None = None  # bans of the last update; None: the slot is new
         self._check_something_is_left(sampling.allowed_token_ids)
 
@@ -90,11 +90,6 @@ class SamplingState:
         return banned
 
 
-def penalizes(request: EngineRequest) -> bool:
-    sampling = request.sampling
-    return bool(sampling.frequency_penalty or sampling.presence_penalty or sampling.repetition_penalty != 1)
-
-
 def sampling_state(request: EngineRequest, eos_token_ids: tuple[int, ...]) -> SamplingState | None:
     """None where the request uses none of the fields that need dense state."""
     sampling = request.sampling
@@ -103,7 +98,7 @@ def sampling_state(request: EngineRequest, eos_token_ids: tuple[int, ...]) -> Sa
         or sampling.allowed_token_ids is not None
         or request.bad_words_token_ids
         or sampling.min_tokens > 0
-        or penalizes(request)
+        or sampling.is_penalized
     ):
         return SamplingState(request, eos_token_ids)
     return None

@@ -73,10 +73,6 @@ def pack_params(sampling: SamplingParams) -> np.ndarray:
     return np.concatenate([words, [np.int32(max(sampling.top_k, 0))], floats.view(np.int32)])
 
 
-def is_penalized(sampling: SamplingParams) -> bool:
-    return bool(sampling.frequency_penalty or sampling.presence_penalty or sampling.repetition_penalty != 1.0)
-
-
 @dataclass(frozen=True)
 class PackedStep:
     """All that a host needs to run a step."""
@@ -152,7 +148,7 @@ def _flags(rows: Sequence[RowPlan], biased_slots: Sequence[bool]) -> np.ndarray:
         top_k=any(sampling.top_k > 0 for sampling in drawn),
         top_p=any(sampling.top_p < 1 for sampling in drawn),
         biased=any(biased_slots[row.slot] for row in rows),
-        penalized=any(is_penalized(sampling) for sampling in sampled),
+        penalized=any(sampling.is_penalized for sampling in sampled),
         logprobs=any(sampling.logprobs is not None for sampling in sampled),
         masked=any(row.mask is not None for row in rows),
         target_logprobs=any(row.targets is not None for row in rows),

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from serving.engine.plan import RowPlan, SlotUpdate, StepPlan, StepResult
-from serving.engine.sampling_state import penalizes
 from serving.request import EngineRequest, Logprobs
 
 VOCAB = 32
@@ -234,7 +233,7 @@ class FakeRunner:
         if index < len(outputs):  # else the host will drop the token
             assert state.banned == banned_tokens(request, outputs[:index]), f"{row.request_id}: wrong bans at {index}"
             assert state.logit_bias == request.sampling.logit_bias
-            if penalizes(request):
+            if request.sampling.is_penalized:
                 assert state.prompt == tuple(request.prompt_token_ids)
                 assert state.counts == Counter(outputs[:index]), f"{row.request_id}: wrong counts at {index}"
             assert language is None or mask == language(outputs[:index]), f"{row.request_id}: wrong mask at {index}"
