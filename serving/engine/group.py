@@ -37,12 +37,12 @@ class Group:
         """Whether it may take a newcomer, if that finds room for its pages."""
         return bool(self._free_slots) and not self.short_of_pages
 
-    def plan_running(self) -> list[Sequence]:
+    def plan_running(self, others_wait: bool) -> list[Sequence]:
         """Begins a step: every decoding sequence gets its token, prompts in progress share what remains. Returns the
-        sequences that were preempted, which wait now."""
+        sequences that were preempted, which wait now. others_wait: there are sequences to be let run after this."""
         self.share = GroupBuilder(self._config.max_num_batched_tokens, self._config.page_size)
         self.short_of_pages, self.num_expected = False, 0
-        prefills, preempted = self._plan_decodes()
+        prefills, preempted = self._plan_decodes(others_wait and bool(self._free_slots))
         self.num_outstanding = self.share.num_rows
         for seq in prefills:
             self._plan_chunk(seq)
@@ -103,18 +103,20 @@ class Group:
             assert seq.table.num_shared * self.kv.page_size <= min(seq.num_computed, seq.num_tokens)
         self.kv.check_integrity(seq.table for seq in self.running)
 
-    def _plan_decodes(self) -> tuple[list[Sequence], list[Sequence]]:
+    def _plan_decodes(self, prompts_wait: bool) -> tuple[list[Sequence], list[Sequence]]:
         """Returns the sequences that still have a chunk of tokens to compute, and those that were preempted."""
         prefills: list[Sequence] = []
         preempted: list[Sequence] = []
         spare = self.share.budget - len(self.running)  # tokens beyond one of each sequence
+        # Drafts leave half of them to prompts, which would starve else: a step's drafts may be as many as its budget.
+        for_drafts = spare // 2 if prompts_wait or any(map(_has_chunk, self.running)) else spare
         for seq in tuple(self.running):
             if seq.slot < 0:  # preempted just now, and so were all after it
                 break
             start = seq.num_computed
             if start >= seq.end:  # whatever comes back is its last token
                 continue
-            if start < seq.prefill_end and seq.total - start > 1:
+            if _has_chunk(seq):
                 prefills.append(seq)
                 continue
             if seq.num_pending and (seq.needs_newest or self._speculation.is_on):
@@ -122,12 +124,14 @@ class Group:
             num_tokens = 1 + min(seq.total - start - 1, spare)
             if not self._grow(seq, start + num_tokens) and not self._preempt_for(seq, num_tokens, preempted):
                 break
-            spare -= self._add_row(seq, num_tokens, spare - num_tokens + 1) - 1
+            spare -= num_tokens - 1
+            num_drafts = self._add_row(seq, num_tokens, min(spare, for_drafts))
+            spare, for_drafts = spare - num_drafts, for_drafts - num_drafts
         return prefills, preempted
 
     def _add_row(self, seq: Sequence, num_tokens: int, room: int) -> int:
         """Adds a row of `num_tokens` known or pending tokens, for which there are pages, with a draft where there is
-        one and room for it. Returns how many tokens it has."""
+        one and room for it. Returns the draft's length."""
         draft = mask = None
         room = min(room, len(seq.table.pages) * self.kv.page_size - seq.num_computed - num_tokens)  # a tree may be wide
         if not seq.num_pending and seq.num_computed + num_tokens == seq.num_tokens:
@@ -135,7 +139,7 @@ class Group:
         if draft is not None and not self.kv.grow(seq.table, seq.num_computed + num_tokens + len(draft)):
             draft, mask = None, None if mask is None else mask[:1]
         self.share.add_decode(seq, num_tokens, draft, mask)
-        return num_tokens + (0 if draft is None else len(draft))
+        return 0 if draft is None else len(draft)
 
     def _grow(self, seq: Sequence, num_tokens: int) -> bool:
         if num_tokens <= seq.table.num_pages * self.kv.page_size or self.kv.grow(seq.table, num_tokens):
@@ -159,3 +163,8 @@ class Group:
         if self.share.budget:
             limit = self._config.long_prefill_token_threshold
             self.share.add_chunk(seq, limit, lambda: self._speculation.propose(seq, 0, 0)[1])
+
+
+def _has_chunk(seq: Sequence) -> bool:
+    """A prompt in progress: more than its last token is still to be computed."""
+    return seq.num_computed < seq.prefill_end and seq.total - seq.num_computed > 1

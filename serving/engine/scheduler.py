@@ -1,9 +1,10 @@
 """Continuous batching: decides, for each step, which sequences run and with how many tokens.
 
-A step has a token budget. Running sequences that decode come first and always get their token; then prompts in progress
-and after them waiting requests share what remains, in chunks. A prompt gets all its pages when it is admitted; only
-decoding asks for more, and if none can be had the lowest-ranked running sequences are preempted: they lose their pages,
-keep their tokens and wait at the place their rank gives them, to be computed again.
+A step has a token budget. Running sequences that decode come first and always get their token; then prompts in
+progress and after them waiting requests share what remains, in chunks; drafts leave them at least half of it. A prompt
+gets all its pages when it is admitted; only decoding asks for more, and if none can be had the lowest-ranked running
+sequences are preempted: they lose their pages, keep their tokens and wait at the place their rank gives them, to be
+computed again.
 
 Steps overlap: `schedule` is called again before the results of the last step are known, and `update` gets them
 later. Until then a sampled token is pending (see `sequence.py`). A result for a sequence that has ended meanwhile is
@@ -125,7 +126,7 @@ class Scheduler:
         """Plans the next step, to be dispatched at once; None if there is nothing to run now."""
         self.speculation.begin_step(max(len(group.running) for group in self.groups))
         for group in self.groups:
-            for seq in group.plan_running():
+            for seq in group.plan_running(bool(self._waiting)):
                 insort(self._waiting, seq, key=by_rank)
                 self.stats.num_preemptions += 1
         if self._waiting:

@@ -118,6 +118,20 @@ def test_a_draft_ends_where_the_sequence_must():
     assert harness.scheduler.stats.num_drafts == 1
 
 
+def test_drafts_leave_half_of_that_to_prompts():
+    runner = FakeRunner(max_num_batched_tokens=17, max_num_seqs=4)
+    parts = SpeculationParts(length=FixedLength(8), drafter=Guesser(runner, Random(0), accuracy=1.0))
+    harness = Harness(runner, speculation=parts)
+    for name in "ab":
+        harness.add(make_request(name, [3, ord(name) % VOCAB], max_tokens=60))
+    harness.step()
+    for name in "cd":
+        harness.add(make_request(name, random_tokens(Random(name), 24), max_tokens=1))
+    harness.run()
+    lengths = [{row.request_id: row.num_tokens for row in step.plan.rows} for step in harness.plans[1:8]]
+    assert lengths == [{"a": 8, "b": 1, name: 8} for name in "cccddd"] + [{"a": 9, "b": 8}]
+
+
 def test_drafts_share_what_the_budget_leaves():
     runner = FakeRunner(max_num_seqs=4, max_num_batched_tokens=9)
     parts = SpeculationParts(length=FixedLength(4), drafter=Guesser(runner, Random(0), accuracy=1.0))
