@@ -43,6 +43,16 @@ def test_zero_means_default_where_zero_makes_no_sense() -> None:
     assert (explicit.temperature, explicit.max_tokens, explicit.logprobs, explicit.seed) == (0.0, 0, 0, 0)
 
 
+def test_every_sampling_field_is_the_one_of_its_name() -> None:
+    given = dict(n=2, max_tokens=3, min_tokens=1, temperature=0.5, top_p=0.25, top_k=7, min_p=0.125,
+                 frequency_penalty=1.5, presence_penalty=-0.5, repetition_penalty=1.25, seed=9, stop=["x", "y"],
+                 stop_token_ids=[4, 5], include_stop_str_in_output=True, ignore_eos=True, logit_bias={6: -2.0, 8: 0.75},
+                 logprobs=10, prompt_logprobs=11, skip_special_tokens=True, spaces_between_special_tokens=True,
+                 truncate_prompt_tokens=12)  # fmt: skip
+    expected = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    assert sampling_from(request(**given)) == SamplingParams(**expected)
+
+
 @pytest.mark.parametrize(
     "given, expected",
     [
