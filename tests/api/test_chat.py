@@ -129,7 +129,9 @@ async def test_prompt_fields_of_the_answer(serve: Serve) -> None:
 
 async def test_neutral_values_of_later_features_are_taken(serve: Serve) -> None:
     await chat(serve(), tools=[], tool_choice="auto", response_format={"type": "text"}, parallel_tool_calls=True,
-               structured_outputs=None, reasoning_effort=None)
+               structured_outputs=None, reasoning_effort=None, service_tier="auto", store=False, verbosity="medium",
+               safety_identifier="x", prompt_cache_key="x", modalities=["text"])
+    await stream(serve(), stream_options={"include_obfuscation": False})
 
 
 async def test_endless_templates_hold_up_nobody_else(serve: Serve) -> None:

@@ -90,6 +90,8 @@ def assert_error(response: Any, status: int, param: str | None, *words: str) -> 
         (CHAT, {"documents": [{"text": "x"}]}, "documents", "chat template"),
         (CHAT, {"max_tokens": 2, "max_completion_tokens": 3}, "max_completion_tokens", "differ"),
         (CHAT, {"messages": []}, "messages", "at least 1"),
+        (CHAT, {"store": True}, "store", "only false"),
+        (CHAT, {"modalities": ["audio"]}, "modalities[0]", "'text'"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type",
          "text"),
         (CHAT, {"messages": [{"role": "boss", "content": "x"}]}, "messages[0].role", "user"),

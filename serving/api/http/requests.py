@@ -7,7 +7,7 @@ Unknown fields are refused. A field of a later feature is declared with the only
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypeAliasType
 
@@ -31,6 +31,15 @@ def _no_annotations(value: Any) -> Any:
     return value
 
 
+def _only_false(value: bool) -> bool:
+    if value:
+        raise PydanticCustomError("only_false", "only false is supported")
+    return value
+
+
+Unused = Field(description="Accepted and not used")
+# Not Literal[False]: 0 would pass as it.
+OnlyFalse = Annotated[bool, Field(json_schema_extra={"const": False}), AfterValidator(_only_false)]
 NotYet = Annotated[None, BeforeValidator(_not_supported)]
 Empty = Annotated[list[Any], Field(max_length=0)]
 # Named, so that the document can state this model's vocabulary as the limit.
@@ -50,6 +59,7 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 class StreamOptions(Body):
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
+    include_obfuscation: OnlyFalse | None = None
 
 
 class SamplerFields(Body):
@@ -77,7 +87,10 @@ class SamplerFields(Body):
     stream: bool | None = None
     priority: Annotated[int, Field(ge=-rules.INT32_MAX, le=rules.INT32_MAX)] | None = None
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
-    user: Annotated[str, Field(description="Accepted and not used")] | None = None
+    user: Annotated[str | None, Unused] = None
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: Annotated[str | None, Unused] = None
+    prompt_cache_key: Annotated[str | None, Unused] = None
 
 
 class SamplingFields(SamplerFields):
@@ -90,7 +103,7 @@ class SamplingFields(SamplerFields):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     request_id: Annotated[str, StringConstraints(min_length=1, max_length=rules.MAX_ID_CHARS)] | None = None
-    metadata: Annotated[dict[str, Any], Field(description="Accepted and not used")] | None = None
+    metadata: Annotated[dict[str, Any] | None, Unused] = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsFields | None = None
     kv_transfer_params: NotYet = None
@@ -215,6 +228,9 @@ class ChatCompletionRequest(ChatPrompt, SamplingFields):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    store: OnlyFalse | None = None
+    verbosity: Literal["medium"] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> "ChatCompletionRequest":

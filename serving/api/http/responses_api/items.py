@@ -6,9 +6,8 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from serving.api.http.body import Body
-from serving.api.http.requests import NotYet
+from serving.api.http.requests import NotYet, Unused
 
-Unused = Field(description="Accepted and not used")
 Status = Literal["in_progress", "completed", "incomplete"]
 
 

@@ -6,30 +6,20 @@ only one meaning here no other value is taken.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, Tag, model_validator
+from pydantic import ConfigDict, Field, StringConstraints, Tag, model_validator
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
 from serving import validation as rules
 from serving.api.http.body import Body
 from serving.api.http.format_fields import JsonSchemaFormat, StructuredOutputsFields
-from serving.api.http.requests import LogprobCount, NotYet, ReasoningEffort, SamplerFields
-from serving.api.http.responses_api.items import InputItem, Unused, by_type, known_types
+from serving.api.http.requests import LogprobCount, NotYet, OnlyFalse, ReasoningEffort, SamplerFields
+from serving.api.http.responses_api.items import InputItem, by_type, known_types
 from serving.api.http.tool_fields import MAX_TOOLS, Function, ToolName
 
 LOGPROBS = "message.output_text.logprobs"
 Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 MAX_ITEMS = 4096
-
-
-def _only_false(value: bool) -> bool:
-    if value:
-        raise PydanticCustomError("only_false", "only false is supported")
-    return value
-
-
-# Not Literal[False]: 0 would pass as it.
-OnlyFalse = Annotated[bool, Field(json_schema_extra={"const": False}), AfterValidator(_only_false)]
 
 
 class FunctionTool(Function):
@@ -116,9 +106,6 @@ class ResponsesRequest(SamplerFields):
     background: bool | None = None
     metadata: Annotated[dict[Annotated[str, StringConstraints(max_length=64)],
                              Annotated[str, StringConstraints(max_length=512)]], Field(max_length=16)] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    safety_identifier: Annotated[str | None, Unused] = None
-    prompt_cache_key: Annotated[str | None, Unused] = None
     chat_template_kwargs: dict[str, Any] | None = None
     conversation: NotYet = None
     prompt: NotYet = None
