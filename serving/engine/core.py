@@ -150,10 +150,11 @@ class EngineCore:
     def _stats(self) -> EngineStats:
         """A copy, for the scheduler keeps writing in its own."""
         stats = self._scheduler.snapshot()
-        return msgspec.structs.replace(stats, step_seconds=dict(stats.step_seconds))
+        num_waiting = stats.num_waiting + len(self._compiling)
+        return msgspec.structs.replace(stats, num_waiting=num_waiting, step_seconds=dict(stats.step_seconds))
 
     def _serve_commands(self) -> None:
-        idle = self._in_flight is None and not self._scheduler.has_work
+        idle, before = self._in_flight is None and not self._scheduler.has_work, len(self._compiling)
         timeout = math.inf if idle and self._stop_at is None else 0.0
         if idle and self._compiling:
             timeout = POLL_SECONDS
@@ -164,6 +165,8 @@ class EngineCore:
                 self._refuse(request.request_id, outcome)
             else:
                 self._add(request, outcome)
+        if idle and len(self._compiling) != before:  # no step will tell it
+            self._publish([])
 
     def _add(self, request: EngineRequest, matcher: Matcher | None = None) -> None:
         try:
@@ -191,6 +194,7 @@ class EngineCore:
                         raise EngineDead("the engine is shutting down")
                     if request.request_id in self._owners:
                         raise InvalidRequest(f"a request with id {request.request_id!r} is already live", "request_id")
+                    self._scheduler.check_room(len(self._compiling))
                     if request.grammar:
                         self._compiling.add(request)
                     else:

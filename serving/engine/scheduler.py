@@ -69,6 +69,12 @@ class Scheduler:
         waiting = sum(group.num_waiting_for_host for group in self.groups)
         return waiting > 0 and waiting * WAITING_SHARE >= sum(len(group.running) for group in self.groups)
 
+    def check_room(self, num_elsewhere: int = 0) -> None:
+        """Raises `Overloaded` if too many requests wait, here and elsewhere."""
+        num_waiting = len(self._waiting) + num_elsewhere
+        if num_waiting >= self.config.max_num_waiting:
+            raise Overloaded(f"{num_waiting} requests are waiting, the limit is {self.config.max_num_waiting}")
+
     def add(self, request: EngineRequest, matcher: Matcher | None = None) -> None:
         """Queues a request. matcher: of its grammar, if it has one. Raises `InvalidRequest` if it can never run and
         `Overloaded` if too many wait."""
@@ -81,8 +87,7 @@ class Scheduler:
                 f"context length of {config.max_model_len}",
                 "prompt",
             )
-        if len(self._waiting) >= config.max_num_waiting:
-            raise Overloaded(f"{len(self._waiting)} requests are waiting, the limit is {config.max_num_waiting}")
+        self.check_room()
         namespace: Hashable | None = ("group", request.group_id) if request.group_id else None
         if config.enable_prefix_caching:
             namespace = ("salt", request.cache_salt)

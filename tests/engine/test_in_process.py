@@ -4,20 +4,22 @@ import asyncio
 import random
 import threading
 import time
+from concurrent.futures import Future
 
+import msgspec
 import pytest
 
 from serving.config import EngineConfig
 from serving.engine.in_process import InProcessClient
-from serving.errors import EngineDead, InvalidRequest
+from serving.errors import EngineDead, InvalidRequest, Overloaded
 from tests.engine.fake_runner import EOS, FakeRunner, expected_outputs
 from tests.engine.harness import make_request, random_requests, random_tokens
 from tests.engine.seed_runner import SeedRunner, build, make_info, outputs, request
 
 
-def make_client(runner=None, **config) -> InProcessClient:
+def make_client(runner=None, compile_grammar=None, **config) -> InProcessClient:
     runner = runner or FakeRunner()
-    return InProcessClient(runner, make_info(runner), EOS, EngineConfig(check_integrity=True, **config))
+    return InProcessClient(runner, make_info(runner), EOS, EngineConfig(check_integrity=True, **config), compile_grammar)
 
 
 async def collect(client, a_request):
@@ -125,6 +127,28 @@ def test_a_runner_error_ends_all_requests_and_is_logged(caplog):
 
     asyncio.run(main())
     assert "RuntimeError: the fake device broke" in caplog.text
+
+
+def test_requests_that_wait_for_their_grammars_count_as_waiting():
+    compiling = {"0": Future(), "1": Future()}
+
+    async def main():
+        client = make_client(compile_grammar=compiling.__getitem__, max_num_waiting=2)
+        grammars = [msgspec.structs.replace(request(i), grammar=i) for i in compiling]
+        bad, aborted = (asyncio.create_task(collect(client, a_request)) for a_request in grammars)
+        while client.stats.num_waiting < 2:
+            await asyncio.sleep(0.001)
+        with pytest.raises(Overloaded, match="2 requests are waiting, the limit is 2"):
+            await collect(client, request("c"))
+        aborted.cancel()
+        compiling["0"].set_exception(InvalidRequest("what a grammar"))
+        with pytest.raises(InvalidRequest, match="what a grammar"):
+            await bad
+        while client.stats.num_waiting:
+            await asyncio.sleep(0.001)
+        await client.shutdown(1.0)
+
+    asyncio.run(asyncio.wait_for(main(), 20))
 
 
 def test_steps_overlap():
