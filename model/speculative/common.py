@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
 from model.batch import StepBatch
-from model.speculative.drafter import Settled
+from model.speculative.drafter import Drafts, Settled
 from model.vocabulary import Vocabulary, vocabulary_of
 from sharding.rules import AxisRules
 
@@ -161,3 +161,16 @@ def draft_chain(feed: Callable[[State, Int[Array, " S"], Int[Array, ""]], tuple[
     steps = jnp.arange(num_tokens, dtype=jnp.int32)
     (state, _), (tokens, more) = lax.scan(step, (state, first), steps)
     return state, tokens.T, more
+
+
+def drawn_chain(feed: Callable[[State, Int[Array, " S"], Int[Array, ""]], tuple[State, Int[Array, " S"], Any]],
+                state: State, first: tuple[Int[Array, " S"], Float[Array, "S V"] | None], num_drafts: int
+                ) -> tuple[Drafts, State]:  # fmt: skip
+    """`first`, then what `draft_chain` draws after it: tokens, and the distributions that they were drawn from where
+    rejection will want them."""
+    token, q = first
+    state, tokens, more = draft_chain(feed, state, token, num_drafts - 1)
+    tokens = jnp.concatenate([token[:, None], tokens], axis=1)
+    if q is None:
+        return Drafts(tokens), state
+    return Drafts(tokens, probabilities=jnp.concatenate([q[:, None], jnp.moveaxis(more, 0, 1)], axis=1)), state

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from model.batch import StepBatch
 from model.build import Kernels
 from model.sampling import SamplingRows
-from model.speculative.common import SparePages, draft_chain, guess_batch, take_rows
+from model.speculative.common import SparePages, drawn_chain, guess_batch, take_rows
 from model.speculative.drafter import Drafts, Settled
 from model.speculative.draws import DraftSampling, draw_drafts
 from model.transformer import Transformer
@@ -51,18 +51,14 @@ class DraftModel(nnx.Module):
 
         step, newest = settled_and_newest(settled, batch, table, groups)
         hidden, pages, _ = model(state, step)
-        first, q_first = draw(take_rows(model.rules, hidden, newest), 0)
+        first = draw(take_rows(model.rules, hidden, newest), 0)
 
         def feed(pages: jax.Array, token: Int[Array, " S"], depth: Int[Array, ""]):
             guess = guess_batch(settled, batch, table, groups, token[:, None], first=depth + 1)
             hidden, pages, _ = model(pages, guess)
             return pages, *draw(hidden, depth + 1)
 
-        pages, tokens, q = draft_chain(feed, pages, first, num_drafts - 1)
-        tokens = jnp.concatenate([first[:, None], tokens], axis=1)
-        if q_first is None:
-            return Drafts(tokens), pages
-        return Drafts(tokens, probabilities=jnp.concatenate([q_first[:, None], jnp.moveaxis(q, 0, 1)], axis=1)), pages
+        return drawn_chain(feed, pages, first, num_drafts)
 
 
 def settled_and_newest(settled: Settled, batch: StepBatch, page_table: Int[Array, "S M+"], groups: int

@@ -26,7 +26,7 @@ from model.families.names import sources
 from model.layers import RMSNorm, param, project
 from model.rope import rope_angles
 from model.sampling import SamplingRows
-from model.speculative.common import SparePages, draft_chain, guess_batch, settled_batch, take_rows
+from model.speculative.common import SparePages, drawn_chain, guess_batch, settled_batch, take_rows
 from model.speculative.drafter import Drafts, Settled
 from model.speculative.draws import DraftSampling, draw_drafts
 from model.transformer import Carried, LayerStack, logits_of
@@ -97,7 +97,7 @@ class MTP(nnx.Module):
 
         states, pages = self(state, settled_batch(settled, batch, table, groups), settled.features, embedding)
         states = take_rows(self.rules, states, settled.last)
-        first, q_first = draw(states, 0)
+        first = draw(states, 0)
 
         def feed(carry, token: Int[Array, " S"], depth: Int[Array, ""]):
             pages, states = carry
@@ -105,11 +105,8 @@ class MTP(nnx.Module):
             states, pages = self(pages, guess, states, embedding)
             return (pages, states), *draw(states, depth + 1)
 
-        (pages, _), tokens, q = draft_chain(feed, (pages, states), first, num_drafts - 1)
-        tokens = jnp.concatenate([first[:, None], tokens], axis=1)
-        if q_first is None:
-            return Drafts(tokens), pages
-        return Drafts(tokens, probabilities=jnp.concatenate([q_first[:, None], jnp.moveaxis(q, 0, 1)], axis=1)), pages
+        drafts, (pages, _) = drawn_chain(feed, (pages, states), first, num_drafts)
+        return drafts, pages
 
 
 _OWN: dict[Path, str] = {
