@@ -17,7 +17,7 @@ from serving.llm import LLM, SamplingParams
 from serving.loading import load_model
 from tests.model.harness import GOLDENS, all_logits, batch, kv_pages, load
 from tests.model.speculators import write_with_mtp
-from tests.runner.drafting import TARGET, engine
+from tests.runner.drafting import TARGET, check_distribution, engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1.0, seed=5, max_tokens=30, ignore_eos=True, top_p=0.95)
@@ -131,12 +131,25 @@ def test_rejection_gives_the_targets_distribution_and_the_same_whatever_else_is_
         assert stats.chisquare(counts, table * counts.sum() / table.sum()).pvalue > 1e-3, pair
 
 
+@pytest.mark.slow
+def test_rejection_of_what_the_targets_own_layer_draws(tokenizer: str, tmp_path: Path):
+    vocab, folder = 5, write_with_mtp(tmp_path / "mtp")
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    of_tokens = config["vocab_size"], config["hidden_size"]
+    smaller = {name: 0.5 * x[:vocab] for name, x in tensors.items() if x.shape == of_tokens}
+    save_file(tensors | smaller, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": vocab}))
+    speculative = {"method": "mtp", "num_speculative_tokens": 2, "adaptive": False,
+                   "draft_sample_method": "probabilistic"}  # fmt: skip
+    check_distribution(speculative, folder, vocab, tokenizer)
+
+
 def test_what_cannot_be_is_refused(tokenizer: str, small: tuple[Path, Path]):
     for speculative, options, message in (
         (draft_model(small[1]), {}, "8 tokens, the target 128; it must have the target's vocabulary"),
         (draft_model(TARGET / "nothing"), {}, "nothing: no such file or folder"),
         (draft_model(TARGET), dict(mesh="context=2"), "drafts on the device, which --mesh context=2 has no part for"),
-        ({"method": "mtp", "num_speculative_tokens": 2}, {}, "num_nextn_predict_layers"),
+        ({"method": "mtp", "num_speculative_tokens": 2}, {}, "that DeepSeek-V3 is published with; .* has none"),
     ):
         with pytest.raises(ConfigError, match=message), engine(tokenizer, speculative, **options):
             pass
