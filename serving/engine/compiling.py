@@ -9,7 +9,7 @@ from serving.request import EngineRequest
 
 POLL_SECONDS = 0.002  # of an engine that has nothing else to do
 
-Compile = Callable[[str], Future]  # a grammar to its Matcher, InvalidRequest or Overloaded
+Compile = Callable[[str], Future]  # a grammar to its Matcher, InvalidRequest or Overloaded; may be cancelled
 
 
 class Compiling:
@@ -35,12 +35,13 @@ class Compiling:
         return [(request, _outcome(request, future)) for request, future in done]
 
     def abort(self, request_id: str) -> bool:
-        """Whether it was here."""
-        return self._requests.pop(request_id, None) is not None
+        """Whether it was here. What nobody waits for any more need not be compiled."""
+        request, future = self._requests.pop(request_id, (None, Future()))
+        future.cancel()
+        return request is not None
 
     def abort_all(self) -> list[str]:
-        gone, self._requests = list(self._requests), {}
-        return gone
+        return [request_id for request_id in list(self._requests) if self.abort(request_id)]
 
 
 def _outcome(request: EngineRequest, future: Future) -> Matcher | PageloomError:

@@ -19,7 +19,8 @@ from tests.engine.seed_runner import SeedRunner, build, make_info, outputs, requ
 
 def make_client(runner=None, compile_grammar=None, **config) -> InProcessClient:
     runner = runner or FakeRunner()
-    return InProcessClient(runner, make_info(runner), EOS, EngineConfig(check_integrity=True, **config), compile_grammar)
+    engine = EngineConfig(check_integrity=True, **config)
+    return InProcessClient(runner, make_info(runner), EOS, engine, compile_grammar)
 
 
 async def collect(client, a_request):
@@ -147,6 +148,7 @@ def test_requests_that_wait_for_their_grammars_count_as_waiting():
         while client.stats.num_waiting:
             await asyncio.sleep(0.001)
         await client.shutdown(1.0)
+        assert compiling["1"].cancelled()
 
     asyncio.run(asyncio.wait_for(main(), 20))
 

@@ -32,6 +32,14 @@ PARAM = "structured_outputs"
 THREADS = max(4, min(2 * (os.cpu_count() or 1), 16))
 
 
+class Base(Future[LLMatcher]):
+    """What the matchers of equal grammars are copies of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: list[Future[GrammarMatcher]] = []  # for it to be begun
+
+
 class Compiler:
     """Made once for a model; any thread may call it.
 
@@ -47,18 +55,21 @@ class Compiler:
         self._vocabulary_lock = threading.Lock()
         self._pool = ThreadPoolExecutor(threads, "grammar", initializer=_yield_to_others)
         self._changed = threading.Condition()  # guards what follows
-        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
-        self._deadlines: deque[tuple[float, bool, str, Future[LLMatcher]]] = deque()
+        self._compiled: OrderedDict[str, Base] = OrderedDict()
+        self._deadlines: deque[tuple[float, bool, str, Base]] = deque()
         self._watcher: threading.Thread | None = None  # of the deadlines, while there are any
         self._last_done = 0.0  # when a compile ended
 
     def compile(self, grammar: str) -> Future[GrammarMatcher]:
         """A matcher of its own for each call; of equal grammars the first is compiled, the others are copies. The
         future fails with InvalidRequest for a grammar that is bad, matches nothing or takes too long, with Overloaded
-        where no thread was free in time."""
+        where no thread was free in time. What is cancelled by all who wait for it is not begun."""
+        made: Future[GrammarMatcher] = Future()
         with self._changed:
             known = self._compiled.get(grammar)
-            base = known or self._compiled.setdefault(grammar, Future())
+            base = known or self._compiled.setdefault(grammar, Base())
+            if not base.running() and not base.done():
+                base.waiting.append(made)
             self._compiled.move_to_end(grammar)
             while len(self._compiled) > self._cache_size:
                 self._compiled.popitem(last=False)
@@ -66,7 +77,6 @@ class Compiler:
                 base.add_done_callback(self._wake)
                 self._watch(grammar, base)
                 self._submit(grammar, base)
-        made: Future[GrammarMatcher] = Future()
         base.add_done_callback(lambda done: self._hand_out(done, made))
         return made
 
@@ -74,6 +84,8 @@ class Compiler:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _hand_out(self, base: Future[LLMatcher], made: Future[GrammarMatcher]) -> None:
+        if not made.set_running_or_notify_cancel():  # nobody waits for it any more
+            return
         if error := base.exception():
             made.set_exception(error)
             return
@@ -85,18 +97,23 @@ class Compiler:
         except Exception as error:  # a callback's exception would only be logged, and the request wait for ever
             made.set_exception(error)
 
-    def _submit(self, grammar: str, base: Future[LLMatcher]) -> None:
+    def _submit(self, grammar: str, base: Base) -> None:
         before = threading.stack_size(STACK_BYTES)  # of the threads that the pool starts now
         try:
             self._pool.submit(self._run, grammar, base)
         finally:
             threading.stack_size(before)
 
-    def _run(self, grammar: str, base: Future[LLMatcher]) -> None:
+    def _run(self, grammar: str, base: Base) -> None:
         with self._changed:
             if base.done():  # its time was over before a thread was free
                 return
+            if all(made.cancelled() for made in base.waiting):
+                self._forget(grammar, base)
+                base.cancel()
+                return
             base.set_running_or_notify_cancel()
+            base.waiting.clear()
             self._watch(grammar, base)
         try:
             result = self._build(grammar)
@@ -119,12 +136,16 @@ class Compiler:
             raise InvalidRequest(explain(grammar, matcher.get_error(), LIMITS), PARAM)
         return matcher
 
-    def _watch(self, grammar: str, base: Future[LLMatcher]) -> None:
+    def _watch(self, grammar: str, base: Base) -> None:
         """Its time begins: to wait, or to be compiled."""
         self._deadlines.append((time.monotonic() + self._timeout, base.running(), grammar, base))
         if self._watcher is None:
             self._watcher = threading.Thread(target=self._expire, name="grammar-timeouts", daemon=True)
             self._watcher.start()
+
+    def _forget(self, grammar: str, base: Base) -> None:
+        if self._compiled.get(grammar) is base:
+            del self._compiled[grammar]
 
     def _wake(self, _: Future[LLMatcher]) -> None:
         with self._changed:
@@ -143,13 +164,12 @@ class Compiler:
                     self._give_up(grammar, base)
             self._watcher = None
 
-    def _give_up(self, grammar: str, base: Future[LLMatcher]) -> None:
+    def _give_up(self, grammar: str, base: Base) -> None:
         waits = not base.running()
         if waits and self._last_done > time.monotonic() - self._timeout:
             self._watch(grammar, base)  # its turn will come
             return
-        if self._compiled.get(grammar) is base:
-            del self._compiled[grammar]  # another try may be luckier
+        self._forget(grammar, base)  # another try may be luckier
         if waits:
             _settle(base, error=Overloaded(f"no other grammar was compiled within {self._timeout:g} seconds, and no "
                                            "thread was free for this one"))  # fmt: skip

@@ -13,7 +13,9 @@ import pytest
 from serving.decoding.grammar.compiler import NICENESS, THREADS, Compiler
 from serving.decoding.grammar.matcher import GrammarMatcher
 from serving.decoding.grammar.tokens import vocabulary
+from serving.engine.compiling import Compiling
 from serving.errors import InvalidRequest, Overloaded
+from serving.request import EngineRequest, SamplingParams
 from tests.decoding.grammar.toy import PADDING, toy_tokenizer
 
 TOY = toy_tokenizer()
@@ -105,6 +107,32 @@ def test_a_wait_for_a_thread_is_bounded_and_not_counted_as_compiling() -> None:
     compiler.gate.set()
     assert isinstance(waited.result(20), GrammarMatcher)
     assert f"{SLOW} too" not in compiler.built, "what nobody waits for any more is not begun"
+    compiler.close()
+
+
+def test_what_nobody_waits_for_any_more_is_not_begun(caplog: pytest.LogCaptureFixture) -> None:
+    compiler = Counting(threads=1)
+    requests = Compiling(compiler.compile)
+
+    def add(name: str, grammar: str) -> None:
+        requests.add(EngineRequest(request_id=name, prompt_token_ids=[3], sampling=SamplingParams(), grammar=grammar))
+
+    add("begun", SLOW)
+    while not compiler.built:
+        time.sleep(0.001)
+    shared, revived, dropped = (GRAMMAR.replace("3", str(n)) for n in (4, 5, 6))
+    for name, grammar in (("a", shared), ("b", shared), ("c", revived), ("d", dropped)):
+        add(name, grammar)
+    for name in ("begun", "a", "c", "d"):
+        assert requests.abort(name)
+    add("e", revived)
+    add("f", GRAMMAR)
+    compiler.gate.set()
+    while len(requests):
+        assert all(isinstance(matcher, GrammarMatcher) for _, matcher in requests.ready())
+    assert compiler.built == [SLOW, shared, revived, GRAMMAR]
+    assert isinstance(compiler.compile(dropped).result(20), GrammarMatcher)
+    assert not caplog.records, "a callback failed"
     compiler.close()
 
 
