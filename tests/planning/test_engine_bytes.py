@@ -26,9 +26,13 @@ def bytes_on_a_device(tree) -> int:
 
 
 @pytest.mark.slow
-def test_bytes_by_kind(name: str = "llama-gqa-tied", mesh: str = "2x4"):
-    """Kv heads over `tensor`, groups over `data`."""
-    loaded = load_model(EngineConfig(model=str(GOLDENS / name), mesh=mesh, dtype="float32", block_size=8))
+@pytest.mark.parametrize("name, expert_parallel", [
+    ("llama-gqa-tied", False),  # kv heads over `tensor`, groups over `data`
+    ("deepseek-v3", True),  # latents over `data`, experts over both
+])
+def test_bytes_by_kind(name: str, expert_parallel: bool, mesh: str = "2x4"):
+    loaded = load_model(EngineConfig(model=str(GOLDENS / name), mesh=mesh, dtype="float32", block_size=8,
+                                     enable_expert_parallel=expert_parallel))  # fmt: skip
     config = RunnerConfig(**SIZES, may_shorten=False, num_pages=None, memory_share=1e-2)  # type: ignore[arg-type]
     runner = ModelRunner(loaded.model, config, loaded.kernels)
     assert runner.memory is not None
@@ -36,7 +40,8 @@ def test_bytes_by_kind(name: str = "llama-gqa-tied", mesh: str = "2x4"):
     topology = parse_topology("cpu:8")
     sizes = Sizes(**SIZES, dtype=jnp.dtype("float32"), memory_share=1e-2)  # type: ignore[arg-type]
     hf = json.loads((GOLDENS / name / "config.json").read_text())
-    placement = place(read_config(hf), topology, MeshLayout(parse_mesh(mesh)), sizes, devices_of(topology))
+    layout = MeshLayout(parse_mesh(mesh), expert_parallel)
+    placement = place(read_config(hf), topology, layout, sizes, devices_of(topology))
     compiled = compile_plan(placement, compiler_devices(topology))
     memory = memory_of(placement, compiled.temporaries)
 
