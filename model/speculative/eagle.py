@@ -13,7 +13,7 @@ Axis letters: T tokens, S rows, D model dim, V vocab, W draft vocab, F features 
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from model.batch import StepBatch
 from model.config import ModelConfig
-from model.layers import MLP, Attention, RMSNorm, add, param, project
+from model.layers import MLP, Attention, RMSNorm, add, normed, param, project
 from model.rope import rope_angles
 from model.speculative.common import best_tokens
 from model.transformer import logits_of
@@ -100,20 +100,26 @@ class Eagle1(nnx.Module):
         return best_tokens(self.rules, feature, output_matrix, partial(logits_of, self.target), k)
 
 
+# What heads made by `speculators` norm beside what all do: the taps, as one, before they are fused; the feature that
+# attention is added to; the feature that comes out, also where it is fed again.
+Normed = Literal["features", "residual", "output"]
+
+
 class Eagle3(nnx.Module):
     def __init__(self, config: ModelConfig, rules: AxisRules, attention: AttentionFn, *, taps: Sequence[int],
-                 target_hidden: int, draft_vocab: int, has_offsets: bool, has_embedding: bool, normed_residual: bool,
-                 rngs: nnx.Rngs, dtype: jnp.dtype):
-        """target_hidden: numbers of a tap. has_offsets: draft ids are not the target's. normed_residual: attention is
-        added to the normed feature, not to the feature itself (heads made by `speculators`)."""
+                 target_hidden: int, draft_vocab: int, has_offsets: bool, has_embedding: bool,
+                 norms: frozenset[Normed] = frozenset(), rngs: nnx.Rngs, dtype: jnp.dtype):
+        """target_hidden: numbers of a tap. has_offsets: draft ids are not the target's."""
         D, W = config.hidden_size, draft_vocab
-        self.config, self.rules, self.taps, self.normed_residual = config, rules, tuple(taps), normed_residual
+        self.config, self.rules, self.taps, self.norms = config, rules, tuple(taps), norms
+        F = len(self.taps) * target_hidden
 
-        def norm() -> RMSNorm:
-            return RMSNorm((D,), ("embed",), config, rngs=rngs, dtype=dtype)
+        def norm(size: int = D, axis: str | None = "embed") -> RMSNorm:
+            return RMSNorm((size,), (axis,), config, rngs=rngs, dtype=dtype)
 
         make = partial(param, rngs=rngs)
-        self.fc = make((len(self.taps) * target_hidden, D), (None, "embed"), dtype=dtype)
+        self.input_norm = norm(F, None) if "features" in norms else None
+        self.fc = make((F, D), (None, "embed"), dtype=dtype)
         self.embedding_norm, self.feature_norm, self.norm = norm(), norm(), norm()
         self.block = Block(config, rules, attention, num_inputs=2 * D, rngs=rngs, dtype=dtype)
         self.head = make((W, D), ("vocab", "embed"), dtype=dtype)
@@ -123,17 +129,19 @@ class Eagle3(nnx.Module):
         self.offsets = make((W,), (None,), dtype=ints) if has_offsets else None
 
     def fuse(self, features: Float[Array, "T F"]) -> Float[Array, "T D"]:
-        return project("tf,fd->td", features, self.fc)
+        return project("tf,fd->td", normed(self.input_norm, features), self.fc)
 
     def __call__(self, feature: Float[Array, "T D"], embedded: Float[Array, "T D"], pages: jax.Array, batch: StepBatch
                  ) -> tuple[Float[Array, "T D"], jax.Array]:  # fmt: skip
-        normed = self.feature_norm(feature)
-        both = jnp.concatenate([self.embedding_norm(embedded.astype(feature.dtype)), normed], axis=1)
-        return self.block(both, normed if self.normed_residual else feature, pages, batch)
+        read = self.feature_norm(feature)
+        both = jnp.concatenate([self.embedding_norm(embedded.astype(feature.dtype)), read], axis=1)
+        out, pages = self.block(both, read if "residual" in self.norms else feature, pages, batch)
+        return self.norm(out) if "output" in self.norms else out, pages
 
     def best(self, feature: Float[Array, "S D"], output_matrix: Float[Array, "V D"], k: int
              ) -> tuple[Float[Array, "S k"], Int[Array, "S k"]]:  # fmt: skip
-        values, ids = best_tokens(self.rules, self.norm(feature), self.head[...], _logits, k)
+        state = feature if "output" in self.norms else self.norm(feature)
+        values, ids = best_tokens(self.rules, state, self.head[...], _logits, k)
         return values, ids if self.offsets is None else ids + self.offsets[...][ids]
 
 

@@ -16,6 +16,7 @@ from checkpoints.tensors import ParamSource, TensorSource
 from model.config import QKV, ModelConfig
 from model.families.names import LLAMA
 from model.families.registry import read_config
+from model.speculative.eagle import Normed
 
 Path = tuple[str, ...]
 
@@ -27,13 +28,15 @@ _OF_TRAINING = ("architectures", "auto_map", "base_model_ep_plan", "dtype", "emb
 _LLAMA_DEFAULTS = dict(model_type="llama", vocab_size=32000, hidden_size=4096, intermediate_size=11008,
                        num_attention_heads=32)  # fmt: skip
 # What `eagle_config` may say, beside the layers: what an EAGLE-3 head is. None: anything.
-_NESTED = dict(eagle_aux_hidden_state_layer_ids=None, norm_before_fc=False, use_aux_hidden_state=True,
+_NESTED = dict(eagle_aux_hidden_state_layer_ids=None, norm_before_fc=None, use_aux_hidden_state=True,
                use_last_layernorm=True, use_input_layernorm_in_first_layer=True, use_mtp_layernorm=False,
                next_layer_regular=None, parallel_draft_step=1, parallel_draft_heads_num_layers=None)  # fmt: skip
 # A Llama's layer comes with these of the config of a target that knows windows.
 _OF_WINDOWS = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
 _OF_EAGLE1 = ("bias", "eagle_fc_bias", "model", "qkv_bias")
-_OF_EAGLE3 = ("draft_vocab_size", "truncated_vocab_size", "target_hidden_size", "norm_before_residual", "eagle_config",
+_NORMS: Mapping[str, Normed] = {"norm_before_fc": "features", "norm_before_residual": "residual",
+                                "norm_output": "output"}  # fmt: skip
+_OF_EAGLE3 = (*_NORMS, "draft_vocab_size", "truncated_vocab_size", "target_hidden_size", "eagle_config",
               "eagle_aux_hidden_state_layer_ids")  # fmt: skip
 # EAGLE-1 has copies of the target's matrices, which its training leaves alone.
 FROZEN = ("embed_tokens.weight", "lm_head.weight")
@@ -45,7 +48,7 @@ class Eagle3Config:
     taps: tuple[int, ...]
     target_hidden: int
     draft_vocab: int
-    normed_residual: bool
+    norms: frozenset[Normed]
 
 
 def read_eagle1(hf: Mapping[str, Any], target: ModelConfig, context: int | None) -> ModelConfig:
@@ -70,9 +73,8 @@ def read_eagle3(hf: Mapping[str, Any], target: ModelConfig, context: int | None)
     if own["truncated_vocab_size"] not in (None, own["draft_vocab_size"]):
         raise ValueError(f"truncated_vocab_size={own['truncated_vocab_size']} of an EAGLE-3 head must be its "
                          f"draft_vocab_size, {own['draft_vocab_size']}")
-    for key in ("norm_before_fc", "fc_norm", "norm_output"):
-        if rest.pop(key, None):
-            raise ValueError(f"{key}=true of an EAGLE-3 head is not supported, only heads without that norm")
+    if rest.pop("fc_norm", None):
+        raise ValueError("fc_norm=true of an EAGLE-3 head is not supported, only norm_before_fc or neither")
     if (kind := rest.get("speculators_model_type", "eagle3")) != "eagle3":
         raise ValueError(f"speculators_model_type={kind!r} is not supported, only 'eagle3'")
     if (layer := rest.pop("transformer_layer_config", None)) is not None:
@@ -85,7 +87,7 @@ def read_eagle3(hf: Mapping[str, Any], target: ModelConfig, context: int | None)
     return Eagle3Config(
         model=model, taps=_taps(own["eagle_aux_hidden_state_layer_ids"], own["eagle_config"], target),
         target_hidden=target_hidden, draft_vocab=int(own["draft_vocab_size"] or model.vocab_size),
-        normed_residual=bool(own["norm_before_residual"]),
+        norms=frozenset(what for key, what in _NORMS.items() if own[key] or (own["eagle_config"] or {}).get(key)),
     )  # fmt: skip
 
 
@@ -130,7 +132,7 @@ _BLOCK = {("block", *path): name for path, name in LLAMA.items()}
 _EAGLE1: Mapping[Path, str] = {("fc",): "fc.weight", ("fc_bias",): "fc.bias"}
 _EAGLE3: Mapping[Path, str] = {
     ("fc",): "fc.weight", ("norm", "scale"): "norm.weight", ("head",): "lm_head.weight", ("offsets",): "d2t",
-    ("embedding",): "embed_tokens.weight",
+    ("embedding",): "embed_tokens.weight", ("input_norm", "scale"): "input_norm.weight",
 }  # fmt: skip
 _EAGLE3_LAYER: Mapping[Path, str] = {
     ("embedding_norm", "scale"): "input_layernorm.weight", ("feature_norm", "scale"): "hidden_norm.weight",

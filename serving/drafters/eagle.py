@@ -96,7 +96,7 @@ def make_eagle3(config: Eagle3Config, around: Surroundings, *, has_offsets: bool
     make = partial(
         Eagle3, config.model, rules, attend, taps=config.taps, target_hidden=config.target_hidden,
         draft_vocab=config.draft_vocab, has_offsets=has_offsets, has_embedding=has_embedding,
-        normed_residual=config.normed_residual, dtype=around.dtype,
+        norms=config.norms, dtype=around.dtype,
     )  # fmt: skip
     return nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))), kernels
 

@@ -1,6 +1,6 @@
 """EAGLE from its papers and published code: dense, float64, one sequence, the whole of it every time."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,21 +123,26 @@ def eagle1(tensors: Mapping[str, Array], embedding: Array, output_matrix: Array)
     return Reference(embedding.astype(np.float64), lambda features: features, layer, log_probs)
 
 
-def eagle3(tensors: Mapping[str, Array], embedding: Array, normed_residual: bool = False,
+def eagle3(tensors: Mapping[str, Array], embedding: Array, normed: Collection[str] = (),
            hf: Mapping[str, Any] = HF) -> Reference:  # fmt: skip
+    """normed: what more, of "residual" and "output"; the features where there is `input_norm`."""
     w = {name.removeprefix("layers.0.").removeprefix("midlayer."): x.astype(np.float64) for name, x in tensors.items()}
     known = w["d2t"].astype(int) + np.arange(len(w["d2t"]))
 
     def layer(features: Array, embedded: Array) -> Array:
-        normed = norm(features, w["hidden_norm.weight"], hf)
-        both = np.concatenate([norm(embedded, w["input_layernorm.weight"], hf), normed], 1)
-        x = (normed if normed_residual else features) + _attention(w, both, hf)
-        return x + _mlp(w, norm(x, w["post_attention_layernorm.weight"], hf))
+        read = norm(features, w["hidden_norm.weight"], hf)
+        both = np.concatenate([norm(embedded, w["input_layernorm.weight"], hf), read], 1)
+        x = (read if "residual" in normed else features) + _attention(w, both, hf)
+        x = x + _mlp(w, norm(x, w["post_attention_layernorm.weight"], hf))
+        return norm(x, w["norm.weight"], hf) if "output" in normed else x
 
     def log_probs(feature: Array) -> Array:
-        logits = w["lm_head.weight"] @ norm(feature, w["norm.weight"], hf)
+        logits = w["lm_head.weight"] @ (feature if "output" in normed else norm(feature, w["norm.weight"], hf))
         of_target = np.full(len(embedding), -np.inf)
         of_target[known] = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
         return of_target
 
-    return Reference(embedding.astype(np.float64), lambda x: x @ w["fc.weight"].T, layer, log_probs)
+    def fuse(x: Array) -> Array:
+        return (norm(x, w["input_norm.weight"], hf) if "input_norm.weight" in w else x) @ w["fc.weight"].T
+
+    return Reference(embedding.astype(np.float64), fuse, layer, log_probs)

@@ -22,7 +22,6 @@ from serving.drafters.loading import Surroundings
 from serving.errors import ConfigError
 from tests.model import eagle_reference as reference
 from tests.model import harness
-from tests.tolerances import LOGITS_FLOAT32
 
 V, D = reference.HF["vocab_size"], reference.HF["hidden_size"]
 EMBEDDING, OUTPUT = (np.random.default_rng(i).normal(size=(V, D)).astype(np.float32) * 0.4 for i in (1, 2))
@@ -166,28 +165,27 @@ def test_static_tree(tmp_path: Path) -> None:
             assert set(paths) == set(wanted.values()) - {()}
 
 
-def test_hidden_states_of_a_head_from_speculators(tmp_path: Path) -> None:
-    """Other names, embeddings of its own, attention added to the normed feature, features of two layers."""
+def test_a_head_from_speculators(tmp_path: Path) -> None:
+    """Other names, embeddings of its own, features of two layers, and norms: of these as one, of what attention is
+    added to, and of what is fed again."""
     tensors = reference.eagle3_tensors(np.random.default_rng(5), "layers.0", taps=2)
+    tensors["norm.weight"] *= 3  # so that it matters whether the norm of a token is once or twice
+    tensors["input_norm.weight"] = np.random.default_rng(7).normal(size=2 * D).astype(np.float32)
     own = np.random.default_rng(6).normal(size=(V, D)).astype(np.float32)
     write(tmp_path, tensors | {"embed_tokens.weight": own})
     (tmp_path / "config.json").write_text(json.dumps({  # there is no model_type
-        "speculators_model_type": "eagle3", "speculators_version": "0.3",
-        "speculators_config": {"algorithm": "eagle3"}, "architectures": ["Eagle3Speculator"],
-        "draft_vocab_size": reference.DRAFT_VOCAB, "norm_before_residual": True, "target_hidden_size": None,
+        "speculators_model_type": "eagle3", "speculators_version": "0.8",
+        "speculators_config": {"algorithm": "eagle3"}, "architectures": ["Eagle3DraftModel"],
+        "draft_vocab_size": reference.DRAFT_VOCAB, "fc_norm": False, "norm_before_fc": True,
+        "norm_before_residual": True, "norm_output": True, "target_hidden_size": None,
         "eagle_aux_hidden_state_layer_ids": [1, 3], "transformer_layer_config": dict(reference.HF),
     }))  # fmt: skip
     drafter = load(tmp_path, "eagle3", 3)
     assert drafter.taps == (1, 3)
-    plain, sequences = reference.eagle3(tensors, own, normed_residual=True), Sequences(2 * D)
-    batch, settled = sequences.step(STEPS[0])
-    pages = jnp.zeros(drafter.state_shapes(PAGES).shape)
-    batch = batch._replace(tokens=settled.next_tokens)
-    network, embedded = drafter.network, jnp.asarray(own)[batch.tokens]
-    out, _ = jax.jit(lambda features: network(network.fuse(features), embedded, pages, batch))(settled.features)
-    features, tokens = sequences.of(1, 9)
-    wanted = plain.layer(plain.fuse(features), own[tokens])
-    np.testing.assert_allclose(out[5:14], wanted, rtol=LOGITS_FLOAT32, atol=LOGITS_FLOAT32 * np.abs(wanted).max())
+    plain, sequences = reference.eagle3(tensors, own, normed=["residual", "output"]), Sequences(2 * D)
+    for lens, drafts in propose(drafter, sequences, 3):
+        for row, length in enumerate(lens):
+            assert drafts.tokens[row].tolist() == plain.chain(*sequences.of(row, length), 3)
 
 
 def test_draft_ids_become_the_target_s(tmp_path: Path) -> None:
@@ -204,8 +202,8 @@ REFUSED = {
     "more layers": (dict(num_hidden_layers=2), {}, "num_hidden_layers=2 of an EAGLE head"),
     "unknown key": (dict(surprise=1), {}, "surprise"),
     "left over": ({}, {"extra.weight": np.zeros(3, np.float32)}, "left-over tensors: extra.weight"),
-    "another norm": (dict(norm_before_fc=True), {}, "norm_before_fc=true"),
-    "another feature": (dict(norm_output=True), {}, "norm_output=true"),
+    "another norm": (dict(fc_norm=True), {}, "fc_norm=true"),
+    "a norm that is not there": (dict(norm_before_fc=True), {}, "missing tensors: input_norm.weight"),
     "another kind": (dict(eagle_config={"use_mtp_layernorm": True}), {}, "eagle_config.use_mtp_layernorm=true"),
     "a window": (dict(use_sliding_window=True, sliding_window=64), {}, "sliding_window"),
     "layers beyond": (dict(eagle_aux_hidden_state_layer_ids=[1, 2, 9]), {}, r"\[1, 2, 9\] are not all in 0 to 4"),

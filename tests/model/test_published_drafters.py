@@ -40,8 +40,8 @@ def by_speculators(layer: dict[str, Any], **more: Any) -> dict[str, Any]:
         **more)  # fmt: skip
 
 
-# name -> (the target, the config, layers whose inputs are read, is the normed feature added to)
-EAGLE3: dict[str, tuple[ModelConfig, dict[str, Any], tuple[int, ...], bool]] = {
+# name -> (the target, the config, layers whose inputs are read, what more is normed)
+EAGLE3: dict[str, tuple[ModelConfig, dict[str, Any], tuple[int, ...], set[str]]] = {
     "speculators 0.1: converted for Llama 3.1 8B": (
         LLAMA_8B,
         by_speculators(
@@ -49,7 +49,7 @@ EAGLE3: dict[str, tuple[ModelConfig, dict[str, Any], tuple[int, ...], bool]] = {
                  torch_dtype="float16", vocab_size=128256),
             has_no_defaults_at_init=False, norm_before_residual=False, speculators_version="0.1.0.dev21",
             torch_dtype="float32"),
-        (2, 16, 29), False),
+        (2, 16, 29), set()),
     "speculators 0.4: RedHatAI's for Gemma 4 31B": (
         target(60, 5376, 262144),
         by_speculators(
@@ -59,7 +59,7 @@ EAGLE3: dict[str, tuple[ModelConfig, dict[str, Any], tuple[int, ...], bool]] = {
             embed_requires_grad=False, has_no_defaults_at_init=False, norm_before_fc=False, norm_before_residual=True,
             target_hidden_size=None, tie_word_embeddings=False, transformers_version="5.0.0",
             speculators_version="0.4.0.1"),
-        (2, 30, 57), True),
+        (2, 30, 57), {"residual"}),
     "speculators 0.8: four layers": (
         target(94, 4096, 151936),
         by_speculators(
@@ -67,9 +67,9 @@ EAGLE3: dict[str, tuple[ModelConfig, dict[str, Any], tuple[int, ...], bool]] = {
                  rope_parameters=dict(rope_theta=5000000.0, rope_type="default"), sliding_window=2048,
                  use_sliding_window=False, vocab_size=151936),
             dtype="bfloat16", eagle_aux_hidden_state_layer_ids=[2, 46, 91, 93], embed_requires_grad=False,
-            fc_norm=False, norm_before_fc=False, norm_before_residual=True, norm_output=False,
+            fc_norm=False, norm_before_fc=True, norm_before_residual=True, norm_output=True,
             speculators_version="0.8.0.dev0", target_hidden_size=None, tie_word_embeddings=False),
-        (2, 46, 91, 93), True),
+        (2, 46, 91, 93), {"features", "residual", "output"}),
     "nvidia, for Llama 3.3 70B": (
         target(80, 8192, 128256),
         dict(
@@ -84,7 +84,7 @@ EAGLE3: dict[str, tuple[ModelConfig, dict[str, Any], tuple[int, ...], bool]] = {
                               norm_before_fc=False, parallel_draft_heads_num_layers=1, parallel_draft_step=1,
                               use_aux_hidden_state=True, use_input_layernorm_in_first_layer=True,
                               use_last_layernorm=True, use_mtp_layernorm=False)),
-        (2, 40, 77), False),
+        (2, 40, 77), set()),
     "nebius/EAGLE3-gpt-oss-20b": (
         target(24, 2880, 201088),
         dict(
@@ -94,15 +94,15 @@ EAGLE3: dict[str, tuple[ModelConfig, dict[str, Any], tuple[int, ...], bool]] = {
             rope_scaling=dict(beta_fast=32.0, beta_slow=1.0, factor=32.0, original_max_position_embeddings=4096,
                               rope_type="yarn", truncate=False),
             rope_theta=150000, truncated_vocab_size=64000, vocab_size=201088),
-        (2, 12, 21), False),
+        (2, 12, 21), set()),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EAGLE3)
 def test_eagle3(name: str):
-    of_target, published, taps, normed_residual = EAGLE3[name]
+    of_target, published, taps, norms = EAGLE3[name]
     config = read_eagle3(published, of_target, CONTEXT)
-    assert (config.taps, config.normed_residual) == (taps, normed_residual)
+    assert (config.taps, config.norms) == (taps, norms)
     assert config.draft_vocab == published["draft_vocab_size"]
     assert config.model.layers[0].window is None
 
