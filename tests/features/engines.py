@@ -20,7 +20,7 @@ from tests.model.speculators import write_with_mtp
 
 DRAFTS = 4
 VOCAB = 4096  # the first tokens of the default model's: letters, and what is frequent
-ROOMY = dict(max_num_seqs=4, max_num_batched_tokens=256, num_pages=400, enable_prefix_caching=False)
+ROOMY = dict(max_num_seqs=2, max_num_batched_tokens=128, num_pages=400, enable_prefix_caching=False)
 TIGHT = dict(max_num_seqs=4, max_num_batched_tokens=24, num_pages=14, long_prefill_token_threshold=16)
 ON_A_MESH = TIGHT | dict(max_num_seqs=2, num_pages=11)  # of each data group; fewer shapes to compile
 

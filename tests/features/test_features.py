@@ -73,7 +73,7 @@ def outcome_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str | None
 
 def marked(first: str, second: str) -> Any:
     """Drafters on a mesh take minutes to compile: some in CI, all of them in `scripts/check --parallelism`."""
-    long = second in DIVIDED and first in set(DRAFTERS) - {"ngram", "draft_model", "eagle3"}
+    long = second in DIVIDED and first in set(DRAFTERS) - {"ngram", "eagle3"}
     marks = [pytest.mark.slow, *([pytest.mark.matrix] if long else [])]
     return pytest.param(first, second, id=f"{first} x {second}", marks=marks)
 

@@ -120,7 +120,7 @@ def test_xla_mixed_dtypes(dtype: str):
     check(CASES["mixed"], dtype=dtype)
 
 
-SLOW = ["no rows", "page 128", "trees", "whole pages"]
+SLOW = ["trees"]
 
 
 @pytest.mark.parametrize("name", [

@@ -69,9 +69,8 @@ def check_distribution(speculative: dict, target: Path, vocab: int, tokenizer: s
     """Three tokens after a prompt, against the model's probabilities for each triple, by chi-square. grammar: a regex
     of longer texts; allowed: by it, for each of the three, always more than one token."""
     prompt, draws = [1, 0, 2, 1], 1000
-    sizes = dict(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=16)
     outputs = StructuredOutputs(regex=grammar) if grammar else None
-    with engine(tokenizer, speculative, target, **sizes) as llm:
+    with engine(tokenizer, speculative, target, max_model_len=16) as llm:
         one = SamplingParams(temperature=1.0, max_tokens=1, logprobs=vocab, ignore_eos=True)
         first = probabilities(run(llm, [prompt], [one]), vocab)
         second = probabilities(run(llm, [[*prompt, t] for t in range(vocab)], [one] * vocab), vocab)

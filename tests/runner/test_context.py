@@ -72,7 +72,7 @@ def test_everything_that_a_scheduler_does(tokenizer, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, mesh, options", [
-    ("gemma3", "context=2,tensor=2,data=2", {}),
+    pytest.param("gemma3", "context=2,tensor=2,data=2", {}, marks=pytest.mark.matrix),
     ("gpt-oss", "context=4", {}),
     ("qwen3-moe", "context=2,tensor=2,data=2", dict(enable_expert_parallel=True)),
 ])  # fmt: skip

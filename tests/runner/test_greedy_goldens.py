@@ -72,7 +72,7 @@ def test_in_a_batch_and_again_with_prefix_hits(plain: LLM):
 
 
 def test_alone(plain: LLM):
-    for prompt in PROMPTS[::4]:
+    for prompt in PROMPTS[::8]:
         check(run(plain, [prompt]), [prompt])
 
 
@@ -108,11 +108,11 @@ def test_n_shares_one_prefill(plain: LLM):
 
 
 OPTIONS = [
-    SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=40, ignore_eos=True),
-    SamplingParams(temperature=0, repetition_penalty=1.3, frequency_penalty=0.5, max_tokens=40, ignore_eos=True),
-    SamplingParams(temperature=0, logit_bias={28: 5.0, 30: -100.0}, max_tokens=40, min_tokens=40),
-    SamplingParams(temperature=1.0, top_k=8, min_p=0.05, presence_penalty=1.0, seed=2, max_tokens=40, logprobs=3),
-    SamplingParams(temperature=0, bad_words=(" the", "\n\nThe answer"), prompt_logprobs=2, max_tokens=40),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=0, repetition_penalty=1.3, frequency_penalty=0.5, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=0, logit_bias={28: 5.0, 30: -100.0}, max_tokens=24, min_tokens=24),
+    SamplingParams(temperature=1.0, top_k=8, min_p=0.05, presence_penalty=1.0, seed=2, max_tokens=24, logprobs=3),
+    SamplingParams(temperature=0, bad_words=(" the", "\n\nThe answer"), prompt_logprobs=2, max_tokens=24),
 ]
 
 
@@ -142,13 +142,13 @@ def check_options(outputs: list[RequestOutput], wanted: list[RequestOutput]) -> 
 
 def test_in_chunks_of_16(with_options):
     with engine(long_prefill_token_threshold=16) as llm:
-        check(run(llm))
+        check(run(llm, PROMPTS[::2]), PROMPTS[::2])
         check_options(run_options(llm), with_options)
 
 
 def test_after_preemptions_in_a_tiny_pool(with_options):
-    with engine(num_pages=60, max_num_seqs=16) as llm:
-        check(run(llm))
+    with engine(num_pages=50, max_num_seqs=16) as llm:
+        check(run(llm, PROMPTS[::2]), PROMPTS[::2])
         greedy_preemptions = llm.service.engine.stats.num_preemptions
         assert greedy_preemptions > 0
         check_options(run_options(llm), with_options)
@@ -159,4 +159,6 @@ def test_after_preemptions_in_a_tiny_pool(with_options):
 def test_on_a_mesh(mesh: str):
     """Few of them, in few shapes: all simulated devices share the cores."""
     with engine(mesh=mesh, max_num_seqs=8, max_num_batched_tokens=32) as llm:
-        check(run(llm, PROMPTS[:8]), PROMPTS[:8])
+        outputs = run(llm, PROMPTS[:8], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+    for output, prompt in zip(outputs, PROMPTS, strict=False):
+        assert output.outputs[0].token_ids == prompt["output_token_ids"][:24], prompt["name"]
