@@ -171,7 +171,8 @@ def _drafter(config: EngineConfig, loaded: LoadedModel, runner: RunnerConfig, ch
 def _draft_shapes(config: SpeculativeConfig | None) -> DraftShapes:
     if config is None:
         return DraftShapes()
-    return DraftShapes(lengths=config.lengths, tree_words=tree_words(config), on_device=not config.on_host,
+    always = not config.on_host and not config.may_be_off
+    return DraftShapes(lengths=config.lengths, tree_words=tree_words(config), always=always,
                        adaptive=config.chooses_by_goodput)  # fmt: skip
 
 

@@ -59,7 +59,7 @@ class DraftShapes:
 
     lengths: tuple[int, ...] = ()
     tree_words: int = 0
-    on_device: bool = False  # a drafter there has to see every chunk of a prompt
+    always: bool = False  # a drafter on the device, which has to see every chunk of a prompt and is never off
     adaptive: bool = False  # the number is chosen by how long steps take
 
     @property
@@ -78,8 +78,9 @@ def step_shapes(
     rows, most = _powers(2, max_num_seqs), most_rows(max_num_seqs)
     tokens = _powers(max(2 * most, 64), max(max_num_batched_tokens, 2 * most))
     verified = dict(num_drafts=drafts.most, tree_words=drafts.tree_words)
-    # Sampling after K drafts in all rows costs as much as a small step: chunks of prompts alone are spared it.
-    kinds = [verified] if drafts.on_device or not drafts.lengths else [{}, verified]
+    # Sampling after K drafts in all rows costs as much as a small step: chunks of prompts are spared it where nothing
+    # is drafted.
+    kinds = [verified] if drafts.always or not drafts.lengths else [{}, verified]
     mixed = [StepShape(32, min(most, 8), **kind) for kind in kinds]
     if mixed[0].num_rows < most or mixed[0].num_tokens < max_num_batched_tokens:
         mixed += [StepShape(t, most, **kind) for kind in kinds for t in tokens]

@@ -158,7 +158,7 @@ def test_a_prompt_longer_than_the_context(server: Server, size: int):
 def test_prompt_logprobs_of_34_prompts_in_a_tiny_pool(server: Server, small_pool: Server):
     """34 prompts with prompt_logprobs=2, preempted again and again: equal to a run that was not."""
     prompts = [[(7 * i + 31 * j) % 4000 + 100 for j in range(40 + 3 * i)] for i in range(34)]
-    body = {"prompt": prompts, "prompt_logprobs": 2, "max_tokens": 60, "ignore_eos": True, "temperature": 0,
+    body = {"prompt": prompts, "prompt_logprobs": 2, "max_tokens": 30, "ignore_eos": True, "temperature": 0,
             "return_token_ids": True}  # fmt: skip
     before = small_pool.metrics()["vllm:num_preemptions_total"]
     answers = [one.post("/v1/completions", body, timeout=200).json()["choices"] for one in (small_pool, server)]

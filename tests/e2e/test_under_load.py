@@ -139,10 +139,10 @@ def test_100_clients_hang_up(server: Server, waiting: bool):
 
 
 def test_preemption_is_constant_and_invisible(server: Server, small_pool: Server):
-    bodies = [{**body, "max_tokens": 100} for body in make_requests(24, seed=5, longest=60)]
+    bodies = [{**body, "max_tokens": 60} for body in make_requests(20, seed=5, longest=60)]
 
     async def everyone() -> list[list[int]]:
-        async with connect(small_pool, 24) as client:
+        async with connect(small_pool, 20) as client:
             return await asyncio.gather(*(complete(client, body) for body in bodies))
 
     before = small_pool.metrics()["vllm:num_preemptions_total"]

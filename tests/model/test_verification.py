@@ -56,7 +56,7 @@ def ancestors(parents: list[int], draft: int) -> list[int]:
     return [] if draft < 0 else [*ancestors(parents, parents[draft]), draft]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(made=families(), data=st.data())
 def test_the_accepted_path(made, data):
     drafts, tokens, cu_q_lens, _ = packed(made)
@@ -84,7 +84,7 @@ def test_the_accepted_path(made, data):
             len(ancestors(parents, i)) for i in range(len(of_row))]  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(made=families())
 def test_a_tokens_ancestors_are_what_it_sees(made):
     drafts, tokens, cu_q_lens, by_index = packed(made)

@@ -74,10 +74,10 @@ def configs(medusa: str, dflash: str) -> dict[str, dict]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, options", [
-    ("tree", TINY_POOL), ("block", TINY_POOL), ("block", dict(mesh="tensor=2,data=2"))])  # fmt: skip
+    ("tree", TINY_POOL), pytest.param("block", dict(mesh="tensor=2,data=2"), marks=pytest.mark.matrix)])  # fmt: skip
 def test_nothing_changes(kind: str, options: dict, medusa: str, dflash: str, tokenizer: str,
                          without: list[list[int]]):  # fmt: skip
-    """Nor with preemptions, prefix hits and chunks; chains of heads: tests/features."""
+    """Nor with preemptions, prefix hits and chunks; chains of heads, and blocks on one device: tests/features."""
     with engine(tokenizer, configs(medusa, dflash)[kind], **options) as llm:
         assert tokens(run(llm)) == without
         again = run(llm)

@@ -36,7 +36,7 @@ def test_the_set_with_drafts():
     mixed = (StepShape(32, 4), StepShape(32, 4, num_drafts=20), StepShape(64, 4), StepShape(64, 4, num_drafts=20))
     assert step_shapes(4, 40, drafts=drafts) == (*decode, *verifying, *mixed)
     assert pick_shape(step_shapes(4, 40, drafts=drafts), [[1]]) == StepShape(2, 2)  # not the one for a draft
-    drafts = DraftShapes(lengths=(1, 20), on_device=True)
+    drafts = DraftShapes(lengths=(1, 20), always=True)
     assert step_shapes(4, 40, drafts=drafts) == (*decode, *verifying, *mixed[1::2])
 
 

@@ -5,8 +5,8 @@ A step takes a plain step's time, and a share of it more for each draft of a row
 measured at its start, and follow what steps take. Each length that is not the best is tried from time to time, for a
 few steps: as often as what that loses stays within TRIAL_SHARE of the time.
 
-Without drafts a drafter on the device is not run, and has gaps in its own cache afterwards: there none at all is tried
-rarely.
+Without drafts a drafter on the device is not run, prompts' chunks included, and has gaps in its own cache afterwards:
+there none at all is tried rarely.
 
 Nothing here is random, and nothing asks a clock: what is chosen follows from what was observed.
 """

@@ -135,6 +135,12 @@ class SpeculativeConfig:
     def chooses_by_goodput(self) -> bool:
         return self.adaptive and self.num_speculative_tokens_per_batch_size is None
 
+    @property
+    def may_be_off(self) -> bool:
+        """With some number of sequences."""
+        table = self.num_speculative_tokens_per_batch_size
+        return self.adaptive if table is None else any(k == 0 for _, _, k in table)
+
     @cached_property
     def most(self) -> int:
         """Drafts of a row."""
