@@ -37,6 +37,11 @@ class Group:
         """Whether it may take a newcomer, if that finds room for its pages."""
         return bool(self._free_slots) and not self.short_of_pages
 
+    @property
+    def has_prompts(self) -> bool:
+        """Whether some are in progress."""
+        return any(map(_has_chunk, self.running))
+
     def plan_running(self, others_wait: bool) -> list[Sequence]:
         """Begins a step: every decoding sequence gets its token, prompts in progress share what remains. Returns the
         sequences that were preempted, which wait now. others_wait: there are sequences to be let run after this."""
@@ -109,7 +114,7 @@ class Group:
         preempted: list[Sequence] = []
         spare = self.share.budget - len(self.running)  # tokens beyond one of each sequence
         # Drafts leave half of them to prompts, which would starve else: a step's drafts may be as many as its budget.
-        for_drafts = spare // 2 if prompts_wait or any(map(_has_chunk, self.running)) else spare
+        for_drafts = spare // 2 if prompts_wait or self.has_prompts else spare
         for seq in tuple(self.running):
             if seq.slot < 0:  # preempted just now, and so were all after it
                 break

@@ -41,10 +41,11 @@ class Speculation:
     def is_on(self) -> bool:
         return self.length > 0
 
-    def begin_step(self, num_rows: int) -> None:
-        """num_rows: sequences that run, in the fullest data group."""
+    def begin_step(self, num_rows: int, has_prompts: bool) -> None:
+        """num_rows: sequences that run, in the fullest data group. has_prompts: not all of them decode."""
         if self._parts is not None:
-            self._stats.draft_length = self.length = self._parts.length.choose(num_rows)
+            length = self._parts.length.choose(num_rows, may_try=not has_prompts)
+            self._stats.draft_length = self.length = length
 
     def propose(self, seq: Sequence, num_known: int, room: int) -> tuple[Draft | None, np.ndarray | None]:
         """(a draft of at most `room` tokens, if there is one; what the grammar, if there is one, allows after the last

@@ -205,6 +205,22 @@ def test_choices_need_no_observations():
         assert length.choose(3) == first
 
 
+def test_nothing_is_tried_at_the_cost_of_prompts():
+    """A trial waits for steps in which all rows decode, and then has as many steps as ever; what is best is used."""
+    def choices(may_try: Callable[[int], bool]) -> list[tuple[bool, int]]:
+        length, made = GoodputLength((4,), measured((4,), lambda k: 0.01 * (1 + 0.5 * k))), []
+        for step in range(400):
+            made.append((may_try(step), length.choose(3, may_try(step))))
+            length.observe_step(3, made[-1][1], float(made[-1][1]), 0.01 * (1 + 0.5 * made[-1][1]))
+            if made[-1][1]:
+                length.observe_rows(4, [0, 0, 0])
+        return made
+
+    always, at_times, never = (choices(x) for x in (lambda n: True, lambda n: n % 2 == 0, lambda n: False))
+    assert 0 < sum(k > 0 for _, k in always) == sum(k > 0 for _, k in at_times)
+    assert not any(k for tried, k in (*at_times, *never) if not tried)
+
+
 def test_a_draft_is_worth_what_it_costs():
     """A tenth of a step each, where three of four are right: 3.4 times as many tokens in 1.8 times the time."""
     length = GoodputLength((8,), measured((8,), lambda k: 0.01 * (1 + 0.1 * k)))

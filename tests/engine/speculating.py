@@ -20,7 +20,7 @@ class RandomLength:
     def least_chance(self) -> float:
         return self._rng.choice((0.0, 0.0, 0.3, 0.7))
 
-    def choose(self, num_rows: int) -> int:
+    def choose(self, num_rows: int, may_try: bool = True) -> int:
         return self._rng.choice(self._lengths)
 
     def observe_step(self, num_rows: int, num_drafts: int, mean_drafts: float, seconds: float) -> None:

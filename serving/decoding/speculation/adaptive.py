@@ -3,7 +3,8 @@ second, by measured acceptance and measured step times, each for its number of r
 
 A step takes a plain step's time, and a share of it more for each draft of a row. Both begin with what the runner
 measured at its start, and follow what steps take. Each length that is not the best is tried from time to time, for a
-few steps: as often as what that loses stays within TRIAL_SHARE of the time.
+few steps: as often as what that loses stays within TRIAL_SHARE of the time. Steps with chunks of prompts, whose times
+are not known here, are left out of it.
 
 Without drafts a drafter on the device is not run, prompts' chunks included, and has gaps in its own cache afterwards:
 there none at all is tried rarely.
@@ -44,9 +45,9 @@ class GoodputLength:
         self._last: tuple[_Batch, int] | None = None
         self.least_chance = 0.0
 
-    def choose(self, num_rows: int) -> int:
+    def choose(self, num_rows: int, may_try: bool = True) -> int:
         self._chosen = self._batch(num_rows)
-        length = self._chosen.choose()
+        length = self._chosen.choose(may_try)
         self.least_chance = self._chosen.least_chance(length)
         return length
 
@@ -86,10 +87,12 @@ class _Batch:
         self._trial, self._trial_left = 0, 0
         self._credit = 0.0  # seconds that may be lost by trying
 
-    def choose(self) -> int:
+    def choose(self, may_try: bool) -> int:
         if not self._trial_left:
-            self._decide()
-        if self._trial_left:
+            self._settle()
+            if may_try:
+                self._begin_trial()
+        if may_try and self._trial_left:
             self._trial_left -= 1
             return self._trial
         return self._current
@@ -134,10 +137,13 @@ class _Batch:
     def _goodput(self, length: int) -> float:
         return self.acceptance.expected_tokens(length) / self._seconds(length)
 
-    def _decide(self) -> None:
+    def _settle(self) -> None:
         best = max(self._age, key=self._goodput)
         if self._goodput(best) > (1 + MARGIN) * self._goodput(self._current):
             self._current, self._num_entered = best, 0
+
+    def _begin_trial(self) -> None:
+        """If one is due and may be paid."""
         others = [k for k, interval in self._intervals.items() if k != self._current and self._age[k] >= interval]
         if not others or min(age for k, age in self._age.items() if k != self._current) < TRIAL_INTERVAL:
             return

@@ -28,9 +28,9 @@ class DraftLength(Protocol):
         """A draft of the step that was chosen last is worth verifying if it is accepted with at least this chance."""
         ...
 
-    def choose(self, num_rows: int) -> int:
+    def choose(self, num_rows: int, may_try: bool = True) -> int:
         """0: none, the step is an ordinary one. Otherwise one of the compiled lengths. num_rows: that decode, in the
-        fullest data group."""
+        fullest data group. may_try: not only what is thought to be best."""
         ...
 
     def observe_step(self, num_rows: int, num_drafts: int, mean_drafts: float, seconds: float) -> None:

@@ -12,7 +12,7 @@ class FixedLength:
     def __init__(self, length: int):
         self._length = length
 
-    def choose(self, num_rows: int) -> int:
+    def choose(self, num_rows: int, may_try: bool = True) -> int:
         return self._length
 
     def observe_step(self, num_rows: int, num_drafts: int, mean_drafts: float, seconds: float) -> None:
@@ -30,5 +30,5 @@ class TableLength(FixedLength):
         self._first_rows = [first for first, _, _ in ranges]
         self._lengths = [length for _, _, length in ranges]
 
-    def choose(self, num_rows: int) -> int:
+    def choose(self, num_rows: int, may_try: bool = True) -> int:
         return self._lengths[max(bisect_right(self._first_rows, num_rows) - 1, 0)]
