@@ -38,6 +38,12 @@ def drafting(rng: Random, where: str, trees: bool):
     return make
 
 
+def guessing(runner: FakeRunner, length: int, accuracy: float) -> Harness:
+    """With drafts from the host, of which so many are right."""
+    drafter = Guesser(runner, Random(0), accuracy=accuracy)
+    return Harness(runner, speculation=SpeculationParts(length=FixedLength(length), drafter=drafter))
+
+
 @pytest.mark.parametrize("num_groups", [1, 3])
 @pytest.mark.parametrize(("where", "trees"), KINDS)
 @settings(max_examples=10, deadline=None)
@@ -96,9 +102,7 @@ def test_steps_overlap_while_drafts_are_off():
     """A row of a token that the host has not seen yet: the step before it is still in flight."""
 
     def pending_rows(length: int) -> int:
-        runner = FakeRunner()
-        parts = SpeculationParts(length=FixedLength(length), drafter=Guesser(runner, Random(0), accuracy=0.5))
-        harness = Harness(runner, speculation=parts)
+        harness = guessing(FakeRunner(), length=length, accuracy=0.5)
         for name in "abc":
             harness.add(make_request(name, random_tokens(Random(1), 5), max_tokens=20))
         harness.run()
@@ -108,9 +112,7 @@ def test_steps_overlap_while_drafts_are_off():
 
 
 def test_a_draft_ends_where_the_sequence_must():
-    runner = FakeRunner()
-    parts = SpeculationParts(length=FixedLength(8), drafter=Guesser(runner, Random(0), accuracy=1.0))
-    harness = Harness(runner, speculation=parts)
+    harness = guessing(FakeRunner(), length=8, accuracy=1.0)
     harness.add(make_request("a", [3, 4, 5], max_tokens=4))
     harness.add(make_request("b", [3, 4, 6], max_tokens=1))
     harness.run()
@@ -119,9 +121,7 @@ def test_a_draft_ends_where_the_sequence_must():
 
 
 def test_drafts_leave_half_of_that_to_prompts():
-    runner = FakeRunner(max_num_batched_tokens=17, max_num_seqs=4)
-    parts = SpeculationParts(length=FixedLength(8), drafter=Guesser(runner, Random(0), accuracy=1.0))
-    harness = Harness(runner, speculation=parts)
+    harness = guessing(FakeRunner(max_num_batched_tokens=17, max_num_seqs=4), length=8, accuracy=1.0)
     for name in "ab":
         harness.add(make_request(name, [3, ord(name) % VOCAB], max_tokens=60))
     harness.step()
@@ -133,9 +133,7 @@ def test_drafts_leave_half_of_that_to_prompts():
 
 
 def test_drafts_share_what_the_budget_leaves():
-    runner = FakeRunner(max_num_seqs=4, max_num_batched_tokens=9)
-    parts = SpeculationParts(length=FixedLength(4), drafter=Guesser(runner, Random(0), accuracy=1.0))
-    harness = Harness(runner, speculation=parts)
+    harness = guessing(FakeRunner(max_num_seqs=4, max_num_batched_tokens=9), length=4, accuracy=1.0)
     for name in "abcd":
         harness.add(make_request(name, [3, ord(name) % VOCAB], max_tokens=12))
     harness.run()
