@@ -3,9 +3,9 @@
 import math
 import os
 from dataclasses import dataclass
-from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from serving.errors import ConfigError
 
@@ -41,24 +41,25 @@ class MemoryPlan:
         return pages // grid * grid
 
 
-def device_memory(device: Any) -> int:
-    """Bytes that one device may use in all. Simulated CPU devices share the host's memory."""
-    stats = device.memory_stats() if device.platform != "cpu" else None
+def device_memory(mesh: Mesh) -> int:
+    """Bytes that one device of the mesh may use. Simulated CPU devices share the host's memory: those of the mesh, not
+    those that it leaves idle."""
+    devices = mesh.local_devices
+    stats = devices[0].memory_stats() if devices[0].platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return total // jax.local_device_count()
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
 
 
-def check_pool(num_pages: int, size: int, device: Any) -> None:
+def check_pool(num_pages: int, size: int, mesh: Mesh) -> None:
     """Before anything is compiled for it. A CPU would promise the memory, and be killed when it is written."""
-    if size > (limit := device_memory(device)):
+    if size > (limit := device_memory(mesh)):
         raise ConfigError(f"--num-pages {num_pages}: {size / 1e9:.1f} GB of a device that has {limit / 1e9:.1f}; "
                           f"at most {limit * num_pages // size} would fit, less what weights and steps take")
 
 
-def memory_share(device: Any, chosen: float | None) -> float:
-    return chosen if chosen is not None else _DEFAULT_SHARE.get(device.platform, _DEVICE_SHARE)
+def memory_share(mesh: Mesh, chosen: float | None) -> float:
+    return chosen if chosen is not None else _DEFAULT_SHARE.get(mesh.local_devices[0].platform, _DEVICE_SHARE)
 
 
 def bytes_per_device(tree) -> int:

@@ -74,7 +74,7 @@ class ModelRunner:
         self._fit_context()
         self._packer = Packer(num_groups=self.num_groups, max_num_seqs=config.max_num_seqs, row_pages=self._row_pages)
         shapes = self._program.state_shapes(self.num_pages)
-        check_pool(self.num_pages, bytes_per_device(shapes.kv_pages), self._rules.mesh.local_devices[0])
+        check_pool(self.num_pages, bytes_per_device(shapes.kv_pages), self._rules.mesh)
         self._steps = compile_all(
             {shape: lambda shape=shape: self._compile_step(shape, shapes) for shape in self.shapes},
             progress=config.progress,
@@ -112,15 +112,14 @@ class ModelRunner:
 
     def _fit_pages(self) -> int:
         """Compiles the largest step with a tiny pool: its temporaries do not depend on the pool's size."""
-        device = self._rules.mesh.local_devices[0]
         small = self._program.state_shapes(8)
         analysis = self._compile_step(self.shapes[-1], small).memory_analysis()
         if analysis is None:
             raise ConfigError("this backend has no memory analysis: give --num-pages")
         page = (bytes_per_device(self._program.state_shapes(16)) - bytes_per_device(small)) // 8  # a drafter's, too
         self.memory = MemoryPlan(
-            limit=device_memory(device),
-            share=memory_share(device, self._config.memory_share),
+            limit=device_memory(self._rules.mesh),
+            share=memory_share(self._rules.mesh, self._config.memory_share),
             fixed=bytes_per_device(self._params) + bytes_per_device(small) - 8 * page,
             temporary=max(analysis.temp_size_in_bytes, self._experts.temporary if self._experts is not None else 0),
             page=page,

@@ -1,10 +1,14 @@
 """How many pages fit, from bytes."""
 
+import os
+
+import jax
 import pytest
 
 from serving.errors import ConfigError
 from serving.runner import memory
 from serving.runner.memory import MemoryPlan
+from sharding.mesh import make_mesh, parse_mesh
 
 
 def pages(free: int) -> int:
@@ -15,8 +19,15 @@ def test_pages_are_rounded_down_to_a_thirty_second():
     assert [pages(free) for free in (2, 3, 31, 63, 64, 100, 1000)] == [2, 3, 31, 63, 64, 100, 992]
 
 
+@pytest.mark.parametrize(("mesh", "sharing"), [("1x1", 1), ("2x1", 2), ("2x4", 8)])
+def test_simulated_devices_of_a_mesh_share_the_hosts_memory(mesh: str, sharing: int):
+    assert jax.local_device_count() == 8, "those that the mesh leaves idle take no memory"
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert memory.device_memory(make_mesh(parse_mesh(mesh))) == host // sharing
+
+
 def test_more_pages_than_a_device_has_room_for(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(memory, "device_memory", lambda device: 10_000)
+    monkeypatch.setattr(memory, "device_memory", lambda mesh: 10_000)
     memory.check_pool(100, 10_000, None)
     with pytest.raises(ConfigError, match="--num-pages 200: .* at most 100 would fit"):
         memory.check_pool(200, 20_000, None)
