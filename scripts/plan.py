@@ -177,7 +177,7 @@ def read_arguments(args: argparse.Namespace, topology):
         max_model_len=max_model_len, max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         page_size=given(args.block_size, PAGE_SIZE[topology.platform]), dtype=jnp.dtype(args.dtype),
-        memory_share=memory_share(topology, share),
+        memory_share=memory_share(topology.platform, share),
     )  # fmt: skip
     contexts = sorted({c for c in (1024, 4096, 16384, 65536, context, max_model_len) if c <= max_model_len})
     question = Question(context=context, prompt=prompt, batches=batches, contexts=tuple(contexts))

@@ -4,13 +4,13 @@
 `h200:1x1x8` one server with eight GPUs, `cpu:8` eight simulated devices of this machine.
 """
 
-import os
 import re
 from dataclasses import dataclass, replace
 from math import prod
 
 from pallas_kernels.devices import DEVICES, Device
 from scripts.planning.counting import Collective
+from serving.runner.memory import host_memory
 
 ALIASES = {"tpu7x": "v7x", "v5litepod": "v5e", "trillium": "v6e", "ironwood": "v7x"}
 
@@ -156,4 +156,4 @@ def hbm_limit(topology: Topology) -> int:
     """Bytes of one device."""
     if topology.platform != "cpu":
         return topology.device.hbm_bytes
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // topology.num_devices
+    return host_memory() // topology.num_devices

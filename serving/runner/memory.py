@@ -12,8 +12,7 @@ from serving.errors import ConfigError
 # Tokens of a KV page on one device, unless --block-size says otherwise. Short pages share more of a prefix; a copy of
 # one on a GPU or TPU must be long enough to pay.
 PAGE_SIZE = {"cpu": 16, "gpu": 64, "tpu": 128}
-_DEFAULT_SHARE = {"cpu": 0.1}  # of host memory, which other programs need too
-_DEVICE_SHARE = 0.9
+_SHARE = {"cpu": 0.1, "gpu": 0.9, "tpu": 0.9}  # of the memory: of a host other programs need some, too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +47,11 @@ def device_memory(mesh: Mesh) -> int:
     stats = devices[0].memory_stats() if devices[0].platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
+    return host_memory() // len(devices)
+
+
+def host_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def check_pool(num_pages: int, size: int, mesh: Mesh) -> None:
@@ -58,8 +61,8 @@ def check_pool(num_pages: int, size: int, mesh: Mesh) -> None:
                           f"at most {limit * num_pages // size} would fit, less what weights and steps take")
 
 
-def memory_share(mesh: Mesh, chosen: float | None) -> float:
-    return chosen if chosen is not None else _DEFAULT_SHARE.get(mesh.local_devices[0].platform, _DEVICE_SHARE)
+def memory_share(platform: str, chosen: float | None) -> float:
+    return _SHARE[platform] if chosen is None else chosen
 
 
 def bytes_per_device(tree) -> int:

@@ -119,7 +119,7 @@ class ModelRunner:
         page = (bytes_per_device(self._program.state_shapes(16)) - bytes_per_device(small)) // 8  # a drafter's, too
         self.memory = MemoryPlan(
             limit=device_memory(self._rules.mesh),
-            share=memory_share(self._rules.mesh, self._config.memory_share),
+            share=memory_share(self._rules.mesh.devices.flat[0].platform, self._config.memory_share),
             fixed=bytes_per_device(self._params) + bytes_per_device(small) - 8 * page,
             temporary=max(analysis.temp_size_in_bytes, self._experts.temporary if self._experts is not None else 0),
             page=page,
