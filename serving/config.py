@@ -159,8 +159,10 @@ class ServerConfig:
         for name in ("port", "grpc_port", "shutdown_grace_seconds"):
             _at_least(0, name, getattr(self, name))
         for name, keys in (("api-key", self.api_keys), ("admin-api-key", (self.admin_api_key,))):
-            if "" in keys:
-                raise ConfigError(f"--{name} is '', must have at least one character; without it there is no key")
+            for key in keys:
+                if key is not None and not (key and key.isascii() and key.isprintable() and key == key.strip()):
+                    raise ConfigError(f"--{name} has {len(key)} characters that no HTTP header can carry as a key: it "
+                                      "must be printable ASCII, at least one character, without spaces at its ends")
         if not 0 <= self.max_logprobs <= MAX_LOGPROBS:
             raise ConfigError(f"--max-logprobs is {self.max_logprobs}, must be in 0 to {MAX_LOGPROBS}")
         if self.enable_auto_tool_choice != (self.tool_call_parser is not None):

@@ -36,8 +36,9 @@ FLAGS = {
     ("--num-pages", "-1"): ("-1", "--num-pages"),
     ("--gpu-memory-utilization", "1.5"): ("1.5", "--gpu-memory-utilization"),
     ("--max-num-batched-tokens", "4", "--max-num-seqs", "8"): ("--max-num-batched-tokens", "4", "8"),
-    ("--api-key", "one", "--api-key", ""): ("--api-key is ''", "at least one character"),
-    ("--admin-api-key", ""): ("--admin-api-key is ''", "at least one character"),
+    ("--api-key", "one", "--api-key", ""): ("--api-key has 0 characters", "at least one character"),
+    ("--api-key", "cl\u00e9"): ("--api-key has 3 characters", "ASCII"),  # clients refuse to send it
+    ("--admin-api-key", "key\n"): ("--admin-api-key has 4 characters", "printable ASCII"),
     ("--mesh", "2x1", "--tensor-parallel-size", "2"): ("--mesh", "--tensor-parallel-size"),
 }
 
