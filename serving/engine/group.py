@@ -42,12 +42,12 @@ class Group:
         """Whether some are in progress."""
         return any(map(_has_chunk, self.running))
 
-    def plan_running(self, others_wait: bool) -> list[Sequence]:
+    def plan_running(self, has_prompts: bool) -> list[Sequence]:
         """Begins a step: every decoding sequence gets its token, prompts in progress share what remains. Returns the
-        sequences that were preempted, which wait now. others_wait: there are sequences to be let run after this."""
+        sequences that were preempted, which wait now. has_prompts: some are in progress, or may be admitted after."""
         self.share = GroupBuilder(self._config.max_num_batched_tokens, self._config.page_size)
         self.short_of_pages, self.num_expected = False, 0
-        prefills, preempted = self._plan_decodes(others_wait and bool(self._free_slots))
+        prefills, preempted = self._plan_decodes(has_prompts)
         self.num_outstanding = self.share.num_rows
         for seq in prefills:
             self._plan_chunk(seq)
@@ -108,13 +108,13 @@ class Group:
             assert seq.table.num_shared * self.kv.page_size <= min(seq.num_computed, seq.num_tokens)
         self.kv.check_integrity(seq.table for seq in self.running)
 
-    def _plan_decodes(self, prompts_wait: bool) -> tuple[list[Sequence], list[Sequence]]:
+    def _plan_decodes(self, has_prompts: bool) -> tuple[list[Sequence], list[Sequence]]:
         """Returns the sequences that still have a chunk of tokens to compute, and those that were preempted."""
         prefills: list[Sequence] = []
         preempted: list[Sequence] = []
         spare = self.share.budget - len(self.running)  # tokens beyond one of each sequence
         # Drafts leave half of them to prompts, which would starve else: a step's drafts may be as many as its budget.
-        for_drafts = spare // 2 if prompts_wait or self.has_prompts else spare
+        for_drafts = spare // 2 if has_prompts else spare
         for seq in tuple(self.running):
             if seq.slot < 0:  # preempted just now, and so were all after it
                 break

@@ -129,10 +129,10 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """Plans the next step, to be dispatched at once; None if there is nothing to run now."""
-        has_prompts = any(group.has_prompts or (self._waiting and group.is_open) for group in self.groups)
-        self.speculation.begin_step(max(len(group.running) for group in self.groups), has_prompts)
-        for group in self.groups:
-            for seq in group.plan_running(bool(self._waiting)):
+        prompts = [group.has_prompts or (bool(self._waiting) and group.is_open) for group in self.groups]
+        self.speculation.begin_step(max(len(group.running) for group in self.groups), any(prompts))
+        for group, has_prompts in zip(self.groups, prompts, strict=True):
+            for seq in group.plan_running(has_prompts):
                 insort(self._waiting, seq, key=by_rank)
                 self.stats.num_preemptions += 1
         if self._waiting:
