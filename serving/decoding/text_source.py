@@ -86,6 +86,13 @@ class TextSource:
         self._at += len(marker)
         return True
 
+    def close(self, marker: str) -> Reading[bool]:
+        """As `accept`. A text that ends within the marker has read it so far: what ends a call is no content."""
+        whole = yield from self.accept(marker)
+        if not whole and marker.startswith(self._text[self._at :]):
+            self._at = len(self._text)
+        return whole
+
     def take(self, pattern: re.Pattern[str], sink: Sink | None = None) -> Reading[str]:
         """Reads all characters of a class: `pattern` is `[...]*`. They go to `sink` as they come, or are returned."""
         taken = ""

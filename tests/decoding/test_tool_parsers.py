@@ -174,6 +174,26 @@ def test_a_transcript_cut_anywhere(parser: str, text: str, content: str, calls: 
         assert message_of(parse(parser, [text[:cut], text[cut:]])) == whole, cut
 
 
+ENDS = {
+    "hermes": ('<tool_call>{"name": "add", "arguments": {"a": 1}}', "\n</tool_call>"),
+    "deepseek_v3": (f'{DS[0]}{DS[1]}function{DS[2]}add\n```json\n{{"a": 1}}', f"\n```{DS[3]}{DS[4]}"),
+    "llama4_pythonic": ("<|python_start|>[add(a=1)]", "<|python_end|>"),
+    "qwen3_coder": ("<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>", "\n</function>\n</tool_call>"),
+}
+
+
+@pytest.mark.parametrize("parser", ENDS)
+def test_a_call_that_breaks_off_within_its_end_leaves_no_content(parser: str) -> None:
+    """`max_tokens` may cut a mark where it is no token of its own."""
+    call, end = ENDS[parser]
+    for cut in range(len(end) + 1):
+        text = call + end[:cut]
+        whole = message_of(parse(parser, [text]))
+        assert whole == message_of(parse(parser, list(text)))
+        assert whole[1] == "" and [name for name, _ in whole[2]] == ["add"], text
+    assert message_of(parse(parser, [f"{call}{end} < b"]))[1] == "< b"
+
+
 def fragments(parser: str) -> list[str]:
     """What texts of this format are made of, in pieces that may stand anywhere."""
     marks = list(PARSERS[parser].markers) or ["[", "]"]

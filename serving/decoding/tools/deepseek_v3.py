@@ -29,7 +29,7 @@ class DeepSeekV3ToolParser(ToolParser):
                     continue
             if (yield from self._call()):
                 yield from source.space()
-                yield from source.accept(CALLS_END)
+                yield from source.close(CALLS_END)
             self.reject()
 
     def _call(self) -> Reading[bool]:
@@ -47,7 +47,7 @@ class DeepSeekV3ToolParser(ToolParser):
         if not (yield from self.json_arguments()):
             return False
         yield from source.space()
-        yield from source.accept("```")
+        yield from source.close("```")
         yield from source.space()
-        yield from source.accept(CALL_END)
+        yield from source.close(CALL_END)
         return True

@@ -18,6 +18,6 @@ class HermesToolParser(ToolParser):
             if (yield from self.json_calls()):
                 source.release()
                 yield from source.space()
-                yield from source.accept(END)  # the end of the text will do, too
+                yield from source.close(END)
             else:
                 self.reject()

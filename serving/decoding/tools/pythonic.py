@@ -38,7 +38,7 @@ class PythonicToolParser(ToolParser):
                 if (yield from self._calls()) and (yield from source.accept("]")):
                     source.release()
                     yield from source.space()
-                    yield from source.accept(END)
+                    yield from source.close(END)
             self.reject()
 
     def _calls(self) -> Reading[bool]:

@@ -50,7 +50,7 @@ class Qwen3CoderToolParser(ToolParser):
         ended = ""
         while True:
             yield from source.space()
-            if not ended.endswith(PARAMETER) and not (yield from source.accept(PARAMETER)):
+            if not ended.endswith(PARAMETER) and not (yield from source.close(PARAMETER)):
                 break
             key = yield from source.take(_NAME)
             if not (yield from source.accept(">")):
@@ -65,11 +65,11 @@ class Qwen3CoderToolParser(ToolParser):
             if ended.endswith("</function>"):
                 break
         closing = "{}" if before == "{" else "}"
-        if ended.endswith("</function>") or (yield from source.accept("</function>")):
+        if ended.endswith("</function>") or (yield from source.close("</function>")):
             self.arguments(closing)
             closing = ""
         yield from source.space()
-        if (yield from source.accept(END)):
+        if (yield from source.close(END)):
             self.arguments(closing)
 
     def _value(self, schema: Any) -> Reading[str]:
