@@ -21,10 +21,9 @@ class Compiling:
         return len(self._requests)
 
     def add(self, request: EngineRequest) -> None:
+        """Its id is that of no live request."""
         if self._compile is None:
             raise InvalidRequest("this engine compiles no grammars", "structured_outputs")
-        if request.request_id in self._requests:
-            raise InvalidRequest(f"a request with id {request.request_id!r} is already live", "request_id")
         self._requests[request.request_id] = request, self._compile(request.grammar)
 
     def ready(self) -> list[tuple[EngineRequest, Matcher | PageloomError]]:

@@ -76,8 +76,8 @@ class Scheduler:
             raise Overloaded(f"{num_waiting} requests are waiting, the limit is {self.config.max_num_waiting}")
 
     def add(self, request: EngineRequest, matcher: Matcher | None = None) -> None:
-        """Queues a request. matcher: of its grammar, if it has one. Raises `InvalidRequest` if it can never run and
-        `Overloaded` if too many wait."""
+        """Queues a request, for which there was room when it came. matcher: of its grammar, if it has one. Raises
+        `InvalidRequest` if it can never run."""
         config = self.config
         if request.request_id in self._sequences:
             raise InvalidRequest(f"a request with id {request.request_id!r} is already live", "request_id")
@@ -87,7 +87,6 @@ class Scheduler:
                 f"context length of {config.max_model_len}",
                 "prompt",
             )
-        self.check_room()
         namespace: Hashable | None = ("group", request.group_id) if request.group_id else None
         if config.enable_prefix_caching:
             namespace = ("salt", request.cache_salt)
@@ -155,6 +154,8 @@ class Scheduler:
                 accepted[i] = 0
             event = self._outputs.take(seq, row, result, i)
             if event is not None:
+                if row.draft is not None:
+                    event.draft_tokens, event.accepted_tokens = len(row.draft), accepted[i]
                 events.append(event)
         self.speculation.observe_rows(step.plan, accepted)
         return events

@@ -39,10 +39,12 @@ class Harness:
         self.finished: dict[str, TokenEvent] = {}
         self.outputs: dict[str, list[int]] = {}
         self.first_events: dict[str, TokenEvent] = {}
+        self.drafts = self.accepted = 0  # as events told
         self.plans: list[Step] = []
         self._in_flight: tuple[Step, object] | None = None
 
     def add(self, request: EngineRequest, language: Language | None = None, fast_forward: bool = True) -> None:
+        self.scheduler.check_room()
         self.scheduler.add(request, None if language is None else FakeMatcher(language, fast_forward))
         self.runner.register(request, language)
         self.live[request.request_id] = Live(request)
@@ -79,6 +81,8 @@ class Harness:
             self.step()
         assert not self.busy, f"not done after {limit} steps"
         assert not self.live
+        stats = self.scheduler.stats
+        assert (self.drafts, self.accepted) == (stats.draft_tokens, stats.accepted_tokens)
         assert all(group.kv.num_held == 0 for group in self.scheduler.groups)
         if not self.scheduler.config.enable_prefix_caching:
             assert all(group.kv.tree.num_pages == 0 for group in self.scheduler.groups), "pages stayed behind"
@@ -137,6 +141,7 @@ class Harness:
         if event.logprobs is not None:
             self._check_logprobs(live, event)
         live.events += 1
+        self.drafts, self.accepted = self.drafts + event.draft_tokens, self.accepted + event.accepted_tokens
         live.outputs += event.new_token_ids
         if live.events == 1:
             self.first_events[event.request_id] = event
