@@ -114,6 +114,8 @@ class TokenEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
     stop_token_id: int | None = None  # the stop token that ended it (it is the last of new_token_ids); None for eos
     num_cached_tokens: int = 0  # prompt tokens served from the prefix cache, on the first event
     queue_time: float = 0.0  # seconds between arrival and first schedule, on the first event
+    draft_tokens: int = 0  # drafts of it that the step verified
+    accepted_tokens: int = 0  # of those
     error: str = ""  # with finish_reason "error"
 
 

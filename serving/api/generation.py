@@ -34,6 +34,8 @@ class Delta:
     token_texts: list[str]  # what each token added to the text; together they spell it
     logprobs: list[Logprobs]  # empty unless asked for
     num_cached_tokens: int
+    num_drafts: int = 0  # verified so far
+    num_accepted: int = 0  # of those
     prompt_logprobs: list[Logprobs | None] | None = None  # with the first delta
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or the stop string that ended it
@@ -77,7 +79,7 @@ class SequenceOutput:
         self._text: list[str] = []
         self._tokens: list[_Token] = []  # released, not yet delivered
         self._delivered = False
-        self._cached = 0
+        self._cached = self._drafts = self._accepted = 0
         self._prompt_logprobs: list[Logprobs | None] | None = None
 
     def add(self, event: TokenEvent) -> Delta | None:
@@ -87,6 +89,8 @@ class SequenceOutput:
             self._prompt_logprobs = event.prompt_logprobs
         if not self._generated:
             self._cached = event.num_cached_tokens
+        self._drafts += event.draft_tokens
+        self._accepted += event.accepted_tokens
         stop = self._add_tokens(event)
         finish, reason = event.finish_reason, event.stop_token_id
         if stop is None and finish is not None:
@@ -166,6 +170,8 @@ class SequenceOutput:
             token_texts=[token.text for token in tokens],
             logprobs=[token.logprobs for token in tokens if token.logprobs is not None],
             num_cached_tokens=self._cached,
+            num_drafts=self._drafts,
+            num_accepted=self._accepted,
             prompt_logprobs=self._prompt_logprobs,
             finish_reason=finish,
             stop_reason=reason,

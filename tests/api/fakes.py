@@ -51,7 +51,8 @@ def fake_logprob(token_id: int, top: int) -> Logprobs:
 
 @dataclass
 class FakeEngine:
-    """Answers every request with `reply` (token ids), `per_step` tokens an event, then eos unless out of tokens.
+    """Answers every request with `reply` (token ids), `per_step` tokens an event (all but one of them drafts that were
+    accepted), then eos unless out of tokens.
 
     `gate`, where set, is waited for before each event, so that a test decides when tokens come.
     """
@@ -114,7 +115,8 @@ class FakeEngine:
         events = []
         for start in range(0, len(ids), self.per_step):
             new = ids[start : start + self.per_step]
-            event = TokenEvent(request_id=request.request_id, new_token_ids=new)
+            event = TokenEvent(request_id=request.request_id, new_token_ids=new, draft_tokens=self.per_step - 1,
+                               accepted_tokens=len(new) - 1)
             if sampling.logprobs is not None:
                 event.logprobs = [fake_logprob(i, sampling.logprobs) for i in new]
             events.append(event)

@@ -111,6 +111,13 @@ async def test_streams(serve: Serve) -> None:
         assert done.completion_tokens == 3 == sum(c.completion_tokens for c in chunks)
 
 
+async def test_drafts_are_counted(serve: Serve) -> None:
+    """Hello world and the end: in steps of two tokens at most."""
+    for stream in (False, True):
+        [*_, last] = await call(serve("Hello world", config=PORTS, per_step=2), request(stream=stream))
+        assert (last.complete.spec_draft_tokens, last.complete.spec_accepted_tokens) == (2, 1)
+
+
 async def test_matched_stop(serve: Serve) -> None:
     service = serve("ab STOP and on", config=PORTS)
     [text] = await call(service, request(stop=["STOP"]))
@@ -161,6 +168,7 @@ async def test_what_gateways_ask(serve: Serve) -> None:
         assert list(model.eos_token_ids) == list(service.tokenizer.eos_ids)
         server = await stub.GetServerInfo(pb.GetServerInfoRequest())
         assert server.data_parallel_size == 1 and server.max_num_seqs == 8 and server.block_size == 16
+        assert server.constrained_decoding_start == "first_token"
         service.engine.stats.num_running, service.engine.stats.kv_cache_usage = 4, 0.5
         [load] = (await stub.GetLoads(pb.GetLoadsRequest())).loads
         assert load.num_running_reqs == 4 and load.token_usage == 0.5 and load.num_used_tokens == 800

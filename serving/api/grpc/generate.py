@@ -51,6 +51,7 @@ async def responses(service: Service, requests: Sequence[EngineRequest],
         message = pb.GenerateComplete(
             output_ids=output.ids, finish_reason=delta.finish_reason or "", prompt_tokens=prompt_tokens,
             completion_tokens=len(output.ids), cached_tokens=delta.num_cached_tokens, index=delta.sequence,
+            spec_draft_tokens=delta.num_drafts, spec_accepted_tokens=delta.num_accepted,
         )  # fmt: skip
         if not stream:
             if output.logprobs:

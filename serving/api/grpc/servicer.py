@@ -122,7 +122,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             last_receive_timestamp=self._last_receive, uptime_seconds=time.time() - service.start_time,
             server_type="vllm-grpc", data_parallel_size=1, kv_cache_dtype=info.kv_cache_dtype,
             block_size=info.page_size, attention_backend=info.attention_backend, model_dtype=info.dtype,
-            max_num_seqs=info.max_num_seqs * info.num_groups,
+            max_num_seqs=info.max_num_seqs * info.num_groups, constrained_decoding_start="first_token",
         )  # fmt: skip
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadsResponse:
