@@ -107,7 +107,7 @@ class Speculation:
         if not self._parts.tree_tokens:
             most = min(most, seq.draft_chance.worth(self._parts.length.least_chance, seq.num_tokens))
         tokens, request_id = seq.tokens[: seq.num_tokens], seq.request.request_id
-        return None if most < 1 else self._parts.drafter.propose(request_id, tokens, seq.prompt_len, most)
+        return None if most < 1 else self._parts.drafter.propose(request_id, tokens, most)
 
     @staticmethod
     def _allowed(seq: Sequence, draft: Draft | None) -> Draft | None:

@@ -20,7 +20,7 @@ def by_definition(tokens: list[int], least: int, most: int, count: int) -> list[
 
 
 def propose(drafter: NgramDrafter, tokens: list[int], most: int = 4, name: str = "a") -> list[int] | None:
-    draft = drafter.propose(name, np.array(tokens, np.int32), 1, most)
+    draft = drafter.propose(name, np.array(tokens, np.int32), most)
     if draft is None:
         return None
     assert draft.tokens.dtype == np.int32 and draft.parents is None
@@ -59,7 +59,7 @@ def test_sequences_are_apart_and_forgotten():
 
 def test_drafts_are_copies():
     tokens = np.array([4, 5, 6, 4], np.int32)
-    draft = NgramDrafter(1, 1).propose("a", tokens, 1, 2)
+    draft = NgramDrafter(1, 1).propose("a", tokens, 2)
     tokens[:] = 0
     assert draft is not None and draft.tokens.tolist() == [5, 6]
 

@@ -92,7 +92,7 @@ def drafter(**keys) -> SuffixDrafter:
 
 
 def propose(drafter: SuffixDrafter, tokens: list[int], most: int = 24, name: str = "a") -> list[int] | None:
-    draft = drafter.propose(name, np.array(tokens, np.int32), 1, most)
+    draft = drafter.propose(name, np.array(tokens, np.int32), most)
     return None if draft is None else draft.tokens.tolist()
 
 
@@ -133,7 +133,7 @@ def test_past_outputs_help_others():
 def test_trees_hold_both_branches():
     one = drafter(tree=True)
     text = [1, 2, 5, 0, 1, 2, 6, 0, 1, 2, 5, 4, 1, 2]
-    draft = one.propose("a", np.array(text, np.int32), 1, 24)
+    draft = one.propose("a", np.array(text, np.int32), 24)
     assert draft is not None and draft.parents is not None
     assert (draft.tokens.tolist(), draft.parents.tolist()) == ([5, 6], [-1, -1])
 

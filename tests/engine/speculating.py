@@ -40,11 +40,11 @@ class Guesser:
         self.known: dict[str, list[int]] = {}  # what it was shown of each live sequence
         self.num_forgotten = 0
 
-    def propose(self, request_id: str, tokens: np.ndarray, prompt_len: int, most: int) -> Draft | None:
+    def propose(self, request_id: str, tokens: np.ndarray, most: int) -> Draft | None:
         assert tokens.dtype == np.int32 and most > 0
-        request, true = self._runner.requests[request_id]
+        _, true = self._runner.requests[request_id]
         before, known = self.known.get(request_id, []), tokens.tolist()
-        assert known[: len(before)] == before and prompt_len == len(request.prompt_token_ids)
+        assert known[: len(before)] == before
         self.known[request_id] = known
         return self.guess(true, len(known), most)
 

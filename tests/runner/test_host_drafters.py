@@ -26,7 +26,7 @@ class Told:
     def __init__(self, continuation: Callable[[list[int], int], int], tree: bool = False):
         self._continuation, self._tree, self._rng = continuation, tree, Random(0)
 
-    def propose(self, request_id: str, tokens: np.ndarray, prompt_len: int, most: int) -> Draft | None:
+    def propose(self, request_id: str, tokens: np.ndarray, most: int) -> Draft | None:
         known, guessed = tokens.tolist(), []
         for _ in range(most if not self._tree else (most + 1) // 2):
             guessed.append(self._continuation([*known, *guessed], len(guessed)))

@@ -9,14 +9,14 @@ from serving.engine.plan import Draft
 
 
 class Drafter(Protocol):
-    """`tokens` are all known tokens of a sequence (an int32 view, not to be kept), `prompt_len` of them the prompt."""
+    """`tokens` are all known tokens of a sequence (an int32 view, not to be kept)."""
 
-    def propose(self, request_id: str, tokens: np.ndarray, prompt_len: int, most: int) -> Draft | None:
+    def propose(self, request_id: str, tokens: np.ndarray, most: int) -> Draft | None:
         """At most `most` tokens that may follow. Cheap: it is called for every decoding row of every step."""
         ...
 
     def forget(self, request_id: str, tokens: np.ndarray, prompt_len: int) -> None:
-        """The sequence is over (or was never asked about)."""
+        """The sequence is over (or was never asked about). prompt_len: tokens of it that are the prompt."""
         ...
 
 

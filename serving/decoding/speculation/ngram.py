@@ -6,7 +6,6 @@ into itself: after "ab ab" comes "ab ab ab", however few times it stood there ye
 
 import numpy as np
 
-from serving.decoding.speculation.copying import copied
 from serving.engine.plan import Draft
 
 MOST_READ = 8192  # tokens of a long prompt taken in at once: other sequences wait meanwhile, some 10 ms
@@ -21,13 +20,13 @@ class NgramDrafter:
         self._sizes = range(least, most + 1)
         self._indices: dict[str, _Index] = {}
 
-    def propose(self, request_id: str, tokens: np.ndarray, prompt_len: int, most: int) -> Draft | None:
+    def propose(self, request_id: str, tokens: np.ndarray, most: int) -> Draft | None:
         index = self._indices.get(request_id)
         if index is None:
             index = self._indices[request_id] = _Index(self._sizes)
         index.read(tokens[: index.num_read + MOST_READ])
         start = index.find(tokens) if index.num_read == len(tokens) else None
-        return None if start is None else Draft(copied(tokens, start, most))
+        return None if start is None else Draft(_copied(tokens, start, most))
 
     def forget(self, request_id: str, tokens: np.ndarray, prompt_len: int) -> None:
         self._indices.pop(request_id, None)
@@ -59,3 +58,9 @@ class _Index:
             if size <= len(last) and (start := self._followers[size].get(last[-size:])) is not None:
                 return start
         return None
+
+
+def _copied(tokens: np.ndarray, start: int, count: int) -> np.ndarray:
+    """`count` tokens from `start` on; after the last one come the copied ones, as if they had been appended."""
+    assert 0 <= start < len(tokens)
+    return np.resize(tokens[start : start + count], count)  # repeats what there is

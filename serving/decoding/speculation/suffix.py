@@ -28,7 +28,7 @@ class SuffixDrafter:
         self._sequences: dict[str, ContextTree] = {}
         self._past = PastOutputs(self._depth, config.suffix_decoding_max_cached_requests)
 
-    def propose(self, request_id: str, tokens: np.ndarray, prompt_len: int, most: int) -> Draft | None:
+    def propose(self, request_id: str, tokens: np.ndarray, most: int) -> Draft | None:
         own = self._sequences.get(request_id)
         if own is None:
             own = self._sequences[request_id] = ContextTree(self._depth)
