@@ -3,6 +3,7 @@ strictly, and may have no field that those do not know."""
 
 import asyncio
 import json
+from collections.abc import Awaitable
 from typing import Any
 
 import httpx
@@ -232,6 +233,13 @@ async def test_a_stream_can_be_taken_up_again(serve: Serve) -> None:
             assert_error(await client.get(url, params=params), 400, param)
 
 
+async def _after(delay: int, work: Awaitable[httpx.Response]) -> httpx.Response:
+    """delay: turns of the event loop."""
+    for _ in range(delay):
+        await asyncio.sleep(0)
+    return await work
+
+
 @pytest.mark.parametrize("started", [True, False])
 async def test_cancel_and_delete_end_the_work(serve: Serve, started: bool) -> None:
     service = serve("abcdefgh", gate=asyncio.Event())
@@ -242,8 +250,10 @@ async def test_cancel_and_delete_end_the_work(serve: Serve, started: bool) -> No
             if started:
                 await until(lambda: bool(service.engine.live))
             if end == "cancel":
-                answer = checked((await client.post(f"{URL}/{response.id}/cancel")).json())
-                assert answer.status == "cancelled" and answer.id == response.id
+                path = f"{URL}/{response.id}/cancel"
+                answers = await asyncio.gather(*(_after(delay, client.post(path)) for delay in range(12)))
+                for answer in [checked(answer.json()) for answer in answers]:
+                    assert answer.status == "cancelled" and answer.id == response.id
                 assert checked((await client.get(f"{URL}/{response.id}")).json()).status == "cancelled"
             else:
                 answer = (await client.delete(f"{URL}/{response.id}")).json()

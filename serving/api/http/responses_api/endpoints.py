@@ -151,7 +151,8 @@ async def retrieve(service: Service, request: Request) -> Response:
 
 
 async def _end(stored: Stored) -> None:
-    if stored.task is not None and not stored.task.done():
+    """Returns when the response says what became of it, which is after the task is done."""
+    if stored.task is not None:
         stored.task.cancel()
         await asyncio.wait((stored.task,))
 
