@@ -128,7 +128,7 @@ def _parser() -> _Parser:
     model.add_argument("--served-model-name", metavar="NAME", help="name in the API, if not the path's last part")
     model.add_argument("--chat-template", metavar="FILE", help="Jinja file that replaces the model's chat template")
     model.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default=engine.dtype,
-                       help="of weights, activations and KV; auto: bfloat16, on CPUs whichever is faster")
+                       help="of weights, activations and KV; auto: bfloat16, on CPUs that are slow at it float32")
     model.add_argument("--max-model-len", type=int, metavar="TOKENS", help="context length, if not the model's")
 
     devices = parser.add_argument_group("devices")
