@@ -292,6 +292,20 @@ async def test_forced_calls_need_no_template(serve: Serve) -> None:
     assert calls_of(answer["message"]) == CALLS[:1]
 
 
+def allowed(mode: str) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [NAMED]}}
+
+
+async def test_tools_that_are_not_allowed_are_as_if_not_given(serve: Serve) -> None:
+    for mode in ("auto", "required"):
+        service = serve(config=config())
+        for fields in ({"tools": TOOLS, "tool_choice": allowed(mode)}, {"tools": [WEATHER], "tool_choice": mode}):
+            await chat(service, **fields)
+        some, only = service.engine.seen
+        assert (some.prompt_token_ids, some.grammar) == (only.prompt_token_ids, only.grammar)
+        assert bool(some.grammar) == (mode == "required")
+
+
 def function(**fields: Any) -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"name": "f", **fields}}]
 
@@ -311,6 +325,10 @@ def function(**fields: Any) -> list[dict[str, Any]]:
     ({"tool_choice": NAMED}, "tool_choice", "none of tools"),
     ({"tools": [TIME], "tool_choice": NAMED}, "tool_choice", "'get_weather', which is none of tools"),
     ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "'required'"),
+    ({"tools": TOOLS, "tool_choice": {"type": "any"}}, "tool_choice", "must be 'function' or 'allowed_tools'"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function", "missing"),
+    ({"tools": [TIME], "tool_choice": allowed("auto")}, "tool_choice", "'get_weather', which is none of tools"),
+    ({"tools": TOOLS, "tool_choice": allowed("none")}, "tool_choice.allowed_tools.mode", "'required'"),
     ({"tools": TOOLS, "tool_choice": NAMED, "response_format": {"type": "json_object"}}, "tool_choice",
      "response_format"),
     ({"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "tool_choice",

@@ -74,6 +74,11 @@ def _field(location: tuple[int | str, ...]) -> str:
     return name
 
 
+def _depth(detail: ErrorDetails) -> int:
+    name = _field(detail["loc"])
+    return name.count("[") + name.count(".")
+
+
 def _explain(detail: ErrorDetails, rules: list[str]) -> InvalidRequest:
     """`rules` are the messages of all the union's branches that failed at the same place."""
     name, kind, value = _field(detail["loc"]), detail["type"], detail.get("input")
@@ -101,8 +106,8 @@ def explain(error: ValidationError) -> InvalidRequest:
         return InvalidRequest(f"the body breaks {error.error_count()} rules, too many to say which")
     details = error.errors(include_url=False)
     same = [detail for detail in details if detail["loc"][:1] == details[0]["loc"][:1]]
-    depth = max(_field(detail["loc"]).count("[") for detail in same)
-    deepest = [detail for detail in same if _field(detail["loc"]).count("[") == depth]
+    depth = max(map(_depth, same))
+    deepest = [detail for detail in same if _depth(detail) == depth]
     first = deepest[0]
     place = _field(first["loc"])
     rules = dict.fromkeys(detail["msg"] for detail in deepest if _field(detail["loc"]) == place)

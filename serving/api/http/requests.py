@@ -14,7 +14,7 @@ from typing_extensions import TypeAliasType
 from serving import validation as rules
 from serving.api.http.body import Body
 from serving.api.http.format_fields import ResponseFormat, StructuredOutputsFields
-from serving.api.http.tool_fields import MessageToolCall, ToolChoice, Tools
+from serving.api.http.tool_fields import AllowedToolChoice, MessageToolCall, ToolChoice, Tools
 from serving.config import MAX_LOGPROBS
 from serving.request import SamplingParams
 
@@ -240,6 +240,19 @@ class ChatCompletionRequest(ChatPrompt, SamplingFields):
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
             raise PydanticCustomError("cross_field", "max_tokens and max_completion_tokens differ, give only one",
                                       {"param": "max_completion_tokens"})
+        return self
+
+    @model_validator(mode="after")
+    def _only_allowed_tools(self) -> "ChatCompletionRequest":
+        if isinstance(self.tool_choice, AllowedToolChoice):
+            some = self.tool_choice.allowed_tools
+            tools = {tool.function.name: tool for tool in self.tools or ()}
+            for tool in some.tools:
+                if tool.function.name not in tools:
+                    raise PydanticCustomError("cross_field", "tool_choice allows {name}, which is none of tools",
+                                              {"param": "tool_choice", "name": repr(tool.function.name)})
+            allowed = {tool.function.name for tool in some.tools}
+            self.tools, self.tool_choice = [one for name, one in tools.items() if name in allowed], some.mode
         return self
 
 

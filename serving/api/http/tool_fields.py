@@ -3,10 +3,11 @@
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, StringConstraints
+from pydantic import AfterValidator, Field, StringConstraints, Tag
 from pydantic_core import PydanticCustomError
 
 from serving.api.http.body import Body
+from serving.api.http.tagged import by_type, known_types
 
 MAX_TOOLS = 128
 ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -56,7 +57,23 @@ class NamedToolChoice(Body):
     function: NamedFunction
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
+class SomeTools(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedToolChoice], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class AllowedToolChoice(Body):
+    """Tools that are not allowed are as if not given."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: SomeTools
+
+
+Choice = Annotated[
+    Annotated[NamedToolChoice, Tag("<function>")] | Annotated[AllowedToolChoice, Tag("<allowed_tools>")],
+    by_type(), known_types(("function", "allowed_tools")),
+]  # fmt: skip
+ToolChoice = Literal["none", "auto", "required"] | Choice
 
 
 class CalledFunction(Body):

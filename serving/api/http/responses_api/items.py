@@ -2,34 +2,13 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
-from pydantic_core import PydanticCustomError
+from pydantic import Field, Tag
 
 from serving.api.http.body import Body
 from serving.api.http.requests import NotYet, Unused
+from serving.api.http.tagged import by_type, known_types
 
 Status = Literal["in_progress", "completed", "incomplete"]
-
-
-def known_types(kinds: tuple[str, ...], default: str | None = None) -> BeforeValidator:
-    """Refuses objects whose `type` is none of `kinds` in words that name it."""
-
-    def check(value: Any) -> Any:
-        kind = value.get("type", default) if isinstance(value, dict) else kinds[0]
-        if kind not in kinds:
-            raise PydanticCustomError("unknown_type", "type {kind} is not supported, must be {known}",
-                                      {"kind": repr(kind)[:60], "known": " or ".join(map(repr, kinds))})
-        return value
-
-    return BeforeValidator(check)
-
-
-def by_type(default: str | None = None) -> Discriminator:
-    def kind(value: Any) -> str:
-        given = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
-        return f"<{given or default}>"  # in brackets: not taken for a field when an error is explained
-
-    return Discriminator(kind)
 
 
 class InputText(Body):

@@ -14,7 +14,8 @@ from serving import validation as rules
 from serving.api.http.body import Body
 from serving.api.http.format_fields import JsonSchemaFormat, StructuredOutputsFields
 from serving.api.http.requests import LogprobCount, NotYet, OnlyFalse, ReasoningEffort, SamplerFields
-from serving.api.http.responses_api.items import InputItem, by_type, known_types
+from serving.api.http.responses_api.items import InputItem
+from serving.api.http.tagged import by_type, known_types
 from serving.api.http.tool_fields import MAX_TOOLS, Function, ToolName
 
 LOGPROBS = "message.output_text.logprobs"
