@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
 CACHE = Path.home() / ".cache" / "pageloom" / "xla"
@@ -22,6 +23,7 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "0"
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+settings.load_profile("ci")  # hypothesis' own: the same examples everywhere, however long they take
 
 
 class FilesAndServers(LoadScopeScheduling):

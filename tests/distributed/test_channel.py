@@ -260,9 +260,10 @@ def test_a_follower_that_fails_says_why():
             leader.least("pages", 3)
 
 
-def test_work_that_fails_because_a_host_is_gone():
+def test_work_that_fails_because_a_host_is_gone(monkeypatch: pytest.MonkeyPatch):
     """The runtime may notice first, in its own words."""
-    with joined(2) as (leader, followers):
+    with joined(2) as (leader, followers), monkeypatch.context() as patient:
+        patient.setattr(hosts, "GRACE_SECONDS", 30.0)
         broken: Future[None] = Future()
         broken.set_exception(RuntimeError("gloo: connection reset by peer"))
         timer = threading.Timer(0.05, followers[0]._connection.close)

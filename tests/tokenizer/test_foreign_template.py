@@ -1,6 +1,5 @@
 """A template from a request: renders as others do, and cannot hold or fill the server."""
 
-import time
 from typing import Any
 
 import pytest
@@ -34,7 +33,5 @@ def test_its_refusals_are_told():
     "{{ 'a' * 10 ** 8 }}", "{% set n = namespace(x='a') %}" + LOOP + "{% set n.x = n.x ~ n.x %}{% endfor %}",
 ])  # fmt: skip
 def test_what_needs_too_much(source: str):
-    start = time.monotonic()
     with pytest.raises(InvalidRequest, match="needs more than 2 s, 1024 MB|fails on the messages"):
-        rendered(source)
-    assert time.monotonic() - start < 15
+        rendered(source)  # each of them for ever, were it not stopped
