@@ -25,8 +25,9 @@ def test_chat(gateway: Gateway, server: Server):
         assert answer.choices[0].finish_reason == "stop"
         chunks = list(client.chat.completions.create(model=model_of(gateway), messages=FRANCE, temperature=0,
                                                      stream=True))  # fmt: skip
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "The capital of France is Paris."
-        assert len(chunks) >= 7
+        parts = [chunk.choices[0].delta.content or "" for chunk in chunks]
+        assert "".join(parts) == "The capital of France is Paris."
+        assert sum(map(bool, parts)) > 1, "a busy processor makes some tokens share a chunk"
     assert server.metrics()["vllm:generation_tokens_total"] == before + 16
 
 

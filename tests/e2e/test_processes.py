@@ -38,7 +38,7 @@ class Streaming(threading.Thread):
         self.done = False  # [DONE] came
         self.error: Exception | None = None
         self.start()
-        wait_until(lambda: self.frames or self.error, 30, "the stream starts")
+        wait_until(lambda: self.frames or self.error, 60, "the stream starts")
 
     def run(self) -> None:
         try:
@@ -70,16 +70,16 @@ def occupied(server: Server) -> list[threading.Thread]:
         thread.results = results  # type: ignore[attr-defined]
         thread.start()
         threads.append(thread)
-    wait_until(lambda: server.metrics()["vllm:num_requests_running"] >= 3, 30, "they run")
+    wait_until(lambda: server.metrics()["vllm:num_requests_running"] >= 3, 60, "they run")
     return threads
 
 
 def wait_until_it_drains(server: Server) -> None:
-    wait_until(lambda: httpx.get(server.url + "/health", timeout=20).status_code == 503, 20, "it drains")
+    wait_until(lambda: httpx.get(server.url + "/health", timeout=60).status_code == 503, 60, "it drains")
 
 
 def assert_cut_short(stream: Streaming) -> None:
-    stream.join(20)
+    stream.join(60)
     assert not stream.is_alive()
     assert stream.error or "error" in stream.frames[-1] or stream.finish_reason == "abort", stream.frames[-1]
     choices = [choice for frame in stream.frames for choice in frame.get("choices", ())]
@@ -98,13 +98,13 @@ def test_death_of_the_core(start_tiny: Callable[..., Server]):
             statuses.add(httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, timeout=5).status_code)
         except httpx.HTTPError:
             pass  # it stopped listening
-        assert time.monotonic() - start < 20, "the front end outlived its engine"
-    assert server.wait(20) == 1
+        assert time.monotonic() - start < 60, "the front end outlived its engine"
+    assert server.wait(60) == 1
     assert statuses <= {503}, statuses
     for thread in waiting:
-        thread.join(20)
+        thread.join(60)
         assert thread.results == [503]  # type: ignore[attr-defined]
-    stream.join(20)
+    stream.join(60)
     assert stream.error or "error" in stream.frames[-1]
     assert "the engine core died: signal SIGKILL" in server.log
 
@@ -113,41 +113,41 @@ def test_death_of_the_front_end_leaves_no_orphan(start_tiny: Callable[..., Serve
     server = start_tiny()
     Streaming(server)
     server.signal(signal.SIGKILL)
-    server.wait(20)
-    assert ends_within(server.core, 20), "the core lives on"
+    server.wait(60)
+    assert ends_within(server.core, 60), "the core lives on"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_live_requests_finish(start_tiny: Callable[..., Server], number: signal.Signals):
-    server = start_tiny("--shutdown-grace-seconds", "120")
+    server = start_tiny("--shutdown-grace-seconds", "250")
     stream = Streaming(server, max_tokens=3800)
     server.signal(number)
     wait_until_it_drains(server)
     assert not stream.done, "too fast to tell anything"
     assert server.post("/v1/completions", {"prompt": "x"}).status_code == 503
-    assert server.wait(150) == 0
-    stream.join(20)
+    assert server.wait(280) == 0
+    stream.join(60)
     assert stream.done and "error" not in stream.frames[-1], stream.frames[-1]
     assert stream.finish_reason == "length"
     assert sum(len(frame["choices"][0]["token_ids"]) for frame in stream.frames) == 3800
-    assert ends_within(server.core, 10)
+    assert ends_within(server.core, 60)
 
 
 def test_after_the_grace_period_live_requests_are_cancelled(start_tiny: Callable[..., Server]):
     server = start_tiny("--shutdown-grace-seconds", "0.2")
     stream = Streaming(server, n=8)
     server.signal(signal.SIGTERM)
-    assert server.wait(20) == 0
+    assert server.wait(60) == 0
     assert_cut_short(stream)
 
 
 def test_a_second_signal_means_now(start_tiny: Callable[..., Server]):
-    server = start_tiny("--shutdown-grace-seconds", "120")
+    server = start_tiny("--shutdown-grace-seconds", "250")
     stream = Streaming(server, n=8)
     server.signal(signal.SIGTERM)
     wait_until_it_drains(server)  # two signals that wait at once are one
     server.signal(signal.SIGTERM)
-    assert server.wait(20) == 0
+    assert server.wait(60) == 0
     assert_cut_short(stream)
 
 
@@ -158,9 +158,7 @@ def test_a_busy_port(flag: str, tmp_path: Path):
         taken.listen()
         port = str(taken.getsockname()[1])
         flags = ["--port", "0"] if flag == "--grpc-port" else []
-        start = time.monotonic()
-        with Process(serve(*flags, flag, port), tmp_path / "log") as process:
-            assert process.wait(60) == 2
-            assert time.monotonic() - start < 20, "it did something slow before it looked at its ports"
-            lines = process.log.splitlines()
+        with Process(serve(*flags, flag, port, "--model", "/no/such/model"), tmp_path / "log") as process:
+            assert process.wait(120) == 2
+            lines = process.log.splitlines()  # nothing of the model: ports come before all that is slow
     assert len(lines) == 1 and port in lines[0] and "in use" in lines[0] and flag in lines[0], lines

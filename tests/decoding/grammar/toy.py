@@ -44,12 +44,12 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, padding: int = PADDING):
         self.tokenizer = tokenizer
         self.vocab_size = tokenizer.vocab_size + padding
-        self.compiler = Compiler(lambda: vocabulary(tokenizer, self.vocab_size))
+        self.compiler = Compiler(lambda: vocabulary(tokenizer, self.vocab_size), timeout=300)
         self.eos = tokenizer.eos_ids[0]
 
     def matcher(self, after: Frame | None = None, **outputs: object) -> GrammarMatcher:
         grammar = grammar_of(StructuredOutputs(**outputs), self.tokenizer.special_token_ids, after=after)  # type: ignore[arg-type]
-        return self.compiler.compile(grammar).result(30)
+        return self.compiler.compile(grammar).result(300)
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
