@@ -107,6 +107,9 @@ def assert_error(response: Any, status: int, param: str | None, *words: str) -> 
         (TEXT, {"best_off": 2}, "best_off", "not a known field"),
         (CHAT, {"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood", "not a known field"),
         ("/tokenize", {"messages": HI}, "prompt", "exactly one"),
+        ("/tokenize", {"add_generation_prompt": False}, "add_generation_prompt", "goes with messages"),
+        (CHAT, {"max_completion_tokens": 300}, "max_completion_tokens", "at most"),
+        (CHAT, {"max_completion_tokens": 2, "min_tokens": 3}, "min_tokens", "at most max_completion_tokens, 2"),
         ("/detokenize", {"tokens": [1 << 63]}, "tokens[0]", "9223372036854775808"),
         ("/detokenize", {"tokens": [511, 512]}, "tokens", "512"),
         ("/detokenize", {"tokens": [-1]}, "tokens[0]", "-1"),
@@ -252,6 +255,7 @@ async def test_the_other_endpoints(serve: Serve) -> None:
         assert card == (await client.get("/v1/models/tiny")).json()
         assert card["id"] == "tiny" and card["owned_by"] == "vllm" and card["max_model_len"] == 256
         assert (await client.get("/health")).content == b""
+        assert (await client.head("/health")).status_code == 200
         assert (await client.get("/version")).json() == {"version": "0.1.0"}
         assert (await client.get("/load")).json() == {"server_load": 0}
         info = (await client.get("/server_info")).json()

@@ -168,7 +168,8 @@ def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="Pageloom", version=service.version, docs_url=None, redoc_url=None)
     app.state.responses = ResponseStore()
     for route in ROUTES:
-        app.add_api_route(route.path, _bind(route, service), methods=route.methods.split(), include_in_schema=False)
+        methods = route.methods.replace("GET", "GET HEAD").split()  # load balancers ask for the head alone
+        app.add_api_route(route.path, _bind(route, service), methods=methods, include_in_schema=False)
     document = _openapi(service)
     app.openapi = lambda: document
     install_handlers(app)

@@ -38,6 +38,7 @@ from serving.api.http.sending import (
 from serving.api.service import Service
 from serving.decoding.output_parser import OutputParser
 from serving.decoding.parts import Message
+from serving.errors import InvalidRequest
 from serving.request import EngineRequest
 from serving.validation import to_engine_requests
 
@@ -74,14 +75,20 @@ async def prepare(service: Service, body: ChatCompletionRequest, default_max_tok
     outputs = form.structured_outputs(sampling.structured_outputs, service.tokenizer.special_token_ids)
     sampling = msgspec.structs.replace(sampling, structured_outputs=outputs)
     reader = OutputReader.make(service.tokenizer, form, body, ids)
-    requests = to_engine_requests(
-        ids, sampling, service.limits, service.tokenizer,
-        request_id=body.request_id or "",
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
-        default_max_tokens=default_max_tokens,
-        grammar_after=reader.grammar_after,
-    )
+    try:
+        requests = to_engine_requests(
+            ids, sampling, service.limits, service.tokenizer,
+            request_id=body.request_id or "",
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt or "",
+            default_max_tokens=default_max_tokens,
+            grammar_after=reader.grammar_after,
+        )
+    except InvalidRequest as error:
+        if body.max_completion_tokens is None or error.param not in ("max_tokens", "min_tokens"):
+            raise
+        raise InvalidRequest(str(error).replace("max_tokens", "max_completion_tokens"),
+                             error.param.replace("max_tokens", "max_completion_tokens")) from error
     return Chat(body=body, id=f"chatcmpl-{body.request_id or uuid.uuid4().hex}", created=int(time.time()),
                 requests=requests, reader=reader)
 

@@ -269,24 +269,20 @@ class TokenizeRequest(Body):
     chat_template: Annotated[str, StringConstraints(min_length=1, max_length=65536)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Tools | None = None
+    reasoning_effort: ReasoningEffort | None = None
 
     @model_validator(mode="after")
     def _one_kind(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
             raise PydanticCustomError("cross_field", "exactly one of prompt and messages must be given",
                                       {"param": "prompt"})
+        for name in ChatPrompt.model_fields:
+            if self.prompt is not None and getattr(self, name) is not None:
+                raise PydanticCustomError("cross_field", "{param} goes with messages, not with prompt", {"param": name})
         return self
 
     def chat(self) -> ChatPrompt:
-        assert self.messages is not None
-        return ChatPrompt(
-            messages=self.messages,
-            add_generation_prompt=self.add_generation_prompt,
-            continue_final_message=self.continue_final_message,
-            chat_template=self.chat_template,
-            chat_template_kwargs=self.chat_template_kwargs,
-            tools=self.tools,
-        )
+        return ChatPrompt(**{name: getattr(self, name) for name in ChatPrompt.model_fields})
 
 
 class DetokenizeRequest(Body):
