@@ -10,6 +10,12 @@ from serving.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 All2AllBackend = Literal["auto", "ragged_all_to_all", "allgather_reducescatter"]  # the names of `model.expert_options`
+PARALLEL_SIZES = {
+    "tensor": "tensor_parallel_size",
+    "data": "data_parallel_size",
+    "context": "prefill_context_parallel_size",
+    "pipeline": "pipeline_parallel_size",
+}  # of the mesh's axes, as vLLM calls them
 MAX_LOGPROBS = 20  # the device computes no more for a token; a server may allow fewer
 
 
@@ -57,10 +63,12 @@ class StructuredOutputsConfig:
 
     backend: Literal["auto", "guidance"] = "auto"  # llguidance either way
     disable_any_whitespace: bool | None = None  # in JSON, for requests that do not say; see docs/structured_output.md
+    disable_additional_properties: bool = False  # in JSON, likewise
     enable_fast_forward: bool = True  # tokens that the grammar forces are appended without sampling
 
     def __post_init__(self) -> None:
         for name, allowed in (("backend", ("auto", "guidance")), ("disable_any_whitespace", (None, True, False)),
+                              ("disable_additional_properties", (True, False)),
                               ("enable_fast_forward", (True, False))):  # fmt: skip
             value = getattr(self, name)
             if not any(value is one for one in allowed) and not (isinstance(value, str) and value in allowed):
@@ -167,6 +175,15 @@ class ServerConfig:
             raise ConfigError(f"--max-logprobs is {self.max_logprobs}, must be in 0 to {MAX_LOGPROBS}")
         if self.enable_auto_tool_choice != (self.tool_call_parser is not None):
             raise ConfigError("--enable-auto-tool-choice and --tool-call-parser need each other: give both or none")
+
+
+def mesh_of(mesh: str | None, sizes: Mapping[str, int | None]) -> str:
+    """From `--mesh`, or from the sizes of PARALLEL_SIZES by axis; one device where neither says more."""
+    named = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size is not None)
+    if named and mesh is not None:
+        flags = " / ".join(f"--{name.replace('_', '-')}" for name in PARALLEL_SIZES.values())
+        raise ConfigError(f"--mesh and {flags} say the same thing: give one")
+    return named or ("1x1" if mesh is None else mesh)
 
 
 def _at_least(least: int, name: str, value: float | None) -> None:

@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import NoReturn, get_args
 
 from serving.config import (
+    PARALLEL_SIZES,
     All2AllBackend,
     EngineConfig,
     EplbConfig,
@@ -14,19 +15,13 @@ from serving.config import (
     ServerConfig,
     StructuredOutputsConfig,
     config_of,
+    mesh_of,
 )
 from serving.decoding.reasoning.registry import REASONING_PARSERS
 from serving.decoding.speculation.config import SpeculativeConfig
 from serving.decoding.tools.registry import TOOL_PARSERS
 from serving.distributed.plan import DEFAULT_PORT, DEFAULT_TIMEOUT_SECONDS, HostFlags, plan_hosts
 from serving.errors import ConfigError
-
-_SIZE_FLAGS = {
-    "tensor": "--tensor-parallel-size",
-    "data": "--data-parallel-size",
-    "context": "--prefill-context-parallel-size",
-    "pipeline": "--pipeline-parallel-size",
-}  # of the mesh's axes, as vLLM calls them
 
 
 class _Parser(argparse.ArgumentParser):
@@ -47,17 +42,11 @@ def parse_flags(argv: Sequence[str], environment: Mapping[str, str] | None = Non
     """`environment`: where a cluster's launcher may tell which of several hosts this is. Raises ConfigError with one
     line for a bad flag."""
     args = _parser().parse_args(argv)
-    mesh = args.mesh
-    sizes = {axis: getattr(args, flag.removeprefix("--").replace("-", "_")) for axis, flag in _SIZE_FLAGS.items()}
-    if any(size is not None for size in sizes.values()):
-        if mesh is not None:
-            raise ConfigError(f"--mesh and {' / '.join(_SIZE_FLAGS.values())} say the same thing: give one")
-        mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size is not None)
     engine = EngineConfig(
         model=args.model,
         tokenizer=args.tokenizer,
         dtype=args.dtype,
-        mesh="1x1" if mesh is None else mesh,
+        mesh=mesh_of(args.mesh, {axis: getattr(args, name) for axis, name in PARALLEL_SIZES.items()}),
         hosts=plan_hosts(
             HostFlags(
                 nnodes=args.nnodes,
@@ -137,8 +126,8 @@ def _parser() -> _Parser:
     devices.add_argument("--attention-backend", choices=("auto", "xla", "mosaic_tpu", "mosaic_gpu"),
                          default=engine.attention_backend,
                          help="auto: the device's kernel where it fits, else xla; a kernel on a CPU is simulated")
-    for axis, flag in _SIZE_FLAGS.items():
-        devices.add_argument(flag, type=int, metavar="N", help=f"as --mesh {axis}=N")
+    for axis, name in PARALLEL_SIZES.items():
+        devices.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"as --mesh {axis}=N")
     devices.add_argument("--context-parallel-threshold", type=int, metavar="TOKENS",
                          help="steps of so many tokens and more are shared out over the context axis (default: 1024, "
                          "or a full step where that is less)")

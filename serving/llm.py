@@ -12,10 +12,11 @@ import threading
 import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
-from typing import Any, Literal, TypedDict, TypeVar
+from os import PathLike, fspath
+from typing import Any, Literal, TypeVar
 
 from tqdm import tqdm
 
@@ -23,37 +24,19 @@ from checkpoints.default_model import default_model_path
 from serving.api.generation import generate
 from serving.api.service import Service
 from serving.build import build_core
-from serving.config import EngineConfig, EplbConfig, ServerConfig, StructuredOutputsConfig, config_of
-from serving.decoding.speculation.config import SpeculativeConfig
+from serving.config import ServerConfig
 from serving.engine.in_process import InProcessClient
 from serving.errors import EngineDead, InvalidRequest
+from serving.llm_inputs import Message, Prompt, list_conversations, list_prompts, list_sampling, read_prompt
+from serving.llm_options import engine_config
 from serving.metrics import Metrics
-from serving.request import Logprobs, SamplingParams
+from serving.request import Logprobs, SamplingParams, StructuredOutputs
 from serving.tokenizer.load import load_tokenizer
 from serving.validation import to_engine_requests
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
-
-FROM_JSON = {
-    "speculative_config": SpeculativeConfig.of,
-    "eplb_config": partial(config_of, "eplb_config", EplbConfig),
-    "structured_outputs_config": partial(config_of, "structured_outputs_config", StructuredOutputsConfig),
-}
-MAX_PROMPTS = 1 << 31  # a batch may be of any length: nobody else waits, and nobody could retry later
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputs"]
 
 _T = TypeVar("_T")
-
-
-class TokensPrompt(TypedDict):
-    prompt_token_ids: list[int]
-
-
-class TextPrompt(TypedDict):
-    prompt: str
-
-
-Prompt = str | TokensPrompt | TextPrompt
-Message = Mapping[str, Any]
 
 
 @dataclass(kw_only=True)
@@ -76,16 +59,15 @@ class RequestOutput:
 
 
 class LLM:
-    """Keyword arguments are the fields of `serving.config.EngineConfig`; `speculative_config`, `eplb_config` and
-    `structured_outputs_config` may be dicts. Raises ConfigError when the model cannot be served as asked. Use as a
-    context manager, or call `close`, to free the device memory at once."""
+    """Keyword arguments are the fields of `serving.config.EngineConfig`, or `tensor_parallel_size` and the like instead
+    of `mesh`; `speculative_config`, `eplb_config` and `structured_outputs_config` may be dicts. Raises ConfigError when
+    the model cannot be served as asked. Use it as a context manager, or `close` it, to free the device memory at
+    once."""
 
-    def __init__(self, model: str = "", *, progress: bool = True, **options: Any):
-        model = model or str(default_model_path(progress))
-        for name, from_json in FROM_JSON.items():
-            if isinstance(given := options.get(name), Mapping):
-                options[name] = from_json(given)
-        config = EngineConfig(model=model, **{"max_num_waiting": MAX_PROMPTS, **options})
+    def __init__(self, model: str | PathLike[str] = "", *, progress: bool = True, **options: Any):
+        config = engine_config(options)
+        model = fspath(model) or str(default_model_path(progress))
+        config = replace(config, model=model)
         runner, info, eos_ids, compile_grammar = build_core(config, progress=progress)
         client = InProcessClient(runner, info, eos_ids, config, compile_grammar)
         self._loop = asyncio.new_event_loop()
@@ -114,22 +96,10 @@ class LLM:
         Without `max_tokens` a prompt runs until the model stops or its context is full. Raises InvalidRequest for a
         bad prompt or parameter, before anything runs.
         """
-        listed = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            each = [sampling_params or SamplingParams()] * len(listed)
-        else:
-            each = list(sampling_params)
-        if len(each) != len(listed):
-            raise InvalidRequest(f"{len(each)} sampling_params for {len(listed)} prompts: give one, or one each")
+        listed = list_prompts(prompts)
         tokenizer, jobs = self.service.tokenizer, []
-        for prompt, sampling in zip(listed, each, strict=True):
-            text = prompt if isinstance(prompt, str) else prompt.get("prompt")
-            if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
-                ids = list(prompt["prompt_token_ids"])
-            elif isinstance(text, str):
-                ids = tokenizer.encode(text)
-            else:
-                raise InvalidRequest(f"{prompt!r} is neither text, nor a dict with 'prompt' or 'prompt_token_ids'")
+        for prompt, sampling in zip(listed, list_sampling(sampling_params, len(listed)), strict=True):
+            text, ids = read_prompt(prompt, tokenizer)
             requests = to_engine_requests(ids, sampling, self.service.limits, tokenizer)
             output = RequestOutput(prompt=text, prompt_token_ids=requests[0].prompt_token_ids, outputs=[])
             jobs.append((output, requests))
@@ -148,8 +118,10 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Completes one conversation or several, through the model's chat template or the one given."""
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         tokenizer = self.service.tokenizer
+        if tools and "tools" not in tokenizer.template_for(chat_template, True):
+            raise InvalidRequest("tools are not used by this model's chat template: give a chat_template that shows "
+                                 "them", "tools")  # fmt: skip
         render = partial(
             tokenizer.apply_chat_template,
             chat_template=chat_template,
@@ -158,10 +130,8 @@ class LLM:
             tools=tools,
             **chat_template_kwargs or {},
         )
-        texts = [render(list(one)) for one in conversations]  # type: ignore[arg-type]
-        prompts: list[Prompt] = [
-            {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)} for text in texts
-        ]
+        texts = [render(one) for one in list_conversations(messages)]
+        prompts: list[Prompt] = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         results = self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
         for text, result in zip(texts, results, strict=True):
             result.prompt = text
@@ -194,7 +164,7 @@ class LLM:
 
     async def _run_all(self, jobs: Iterable[tuple[RequestOutput, list]], use_tqdm: bool) -> list[RequestOutput]:
         jobs = list(jobs)
-        with tqdm(total=len(jobs), desc="Prompts", unit="prompt", disable=not use_tqdm) as bar:
+        with tqdm(total=len(jobs), desc="Prompts", unit="prompt", disable=not (use_tqdm and jobs)) as bar:
 
             async def run(output: RequestOutput, requests: list) -> RequestOutput:
                 await self._run(output, requests)

@@ -15,7 +15,7 @@ import msgspec
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
-class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """What the output has to be, with vLLM's names (`StructuredOutputsParams`). Exactly one of the first six is set."""
 
     json: str | dict | bool | None = None  # a JSON schema, or its text
@@ -26,6 +26,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     structural_tag: str | dict | None = None
     # How JSON is spaced. None: as Python's json.dumps does. True: not at all. False: as the model likes.
     disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None  # objects have the properties that a schema names, no others
     whitespace_pattern: str | None = None  # a regular expression: what may stand where JSON allows whitespace
     source: str = ""  # the field it came as, for errors; empty: structured_outputs, by the name of what is set
 
@@ -35,11 +36,11 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to sample and when to stop, with vLLM's names, meanings and defaults. Ranges are checked by `validate` in
-    `serving/validation.py`; the core relies on it having been called."""
+    """How to sample and when to stop, with vLLM's names, meanings and, but for `max_tokens`, defaults. Ranges are
+    checked by `validate` in `serving/validation.py`; the core relies on it having been called."""
 
     n: int = 1
-    max_tokens: int | None = None  # None: up to the context length
+    max_tokens: int | None = None  # None: up to the context length (vLLM: 16)
     min_tokens: int = 0
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
@@ -64,11 +65,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     structured_outputs: StructuredOutputs | None = None  # text: the engine sees `EngineRequest.grammar`
 
     def __post_init__(self) -> None:
-        """Lists become tuples, and one stop string a tuple of it: scripts written for vLLM give both."""
+        """Lists become tuples, one stop string a tuple of it, None an empty one: scripts for vLLM give all of them."""
         for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
             value = getattr(self, name)
-            if isinstance(value, list):
-                msgspec.structs.force_setattr(self, name, tuple(value))
+            if isinstance(value, list) or (value is None and name != "allowed_token_ids"):
+                msgspec.structs.force_setattr(self, name, tuple(value or ()))
+        if self.logit_bias is None:
+            msgspec.structs.force_setattr(self, "logit_bias", {})
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
 

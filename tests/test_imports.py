@@ -48,6 +48,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "serving.build": ("serving.*", "model.*", "pallas_kernels.*.api", "quant.*", "sharding.*", "checkpoints.*"),
     "serving.loading": ("serving.*", "model.*", "pallas_kernels.*.api", "quant.*", "sharding.*", "checkpoints.*"),
     "serving.report": ("serving.*", "model.*", "pallas_kernels.*.api", "quant.*", "sharding.*"),
+    "serving.llm_inputs": (*CONTRACTS, "serving.tokenizer.*"),
+    "serving.llm_options": (*CONTRACTS, "serving.decoding.speculation.config"),
     "serving.llm": ("serving.*", "checkpoints.default_model"),
     "serve": ("serving.*", "checkpoints.default_model", "checkpoints.errors"),  # and no jax: that is the core's
 }

@@ -116,6 +116,8 @@ def test_bad_requests_are_refused_before_anything_runs(llm: LLM):
         llm.generate(PROMPT, [SamplingParams()] * 2, use_tqdm=False)
     with pytest.raises(InvalidRequest, match="leaves no token"):  # refused by the engine, not by the front end
         llm.generate(PROMPT, SamplingParams(allowed_token_ids=(2,), min_tokens=3, max_tokens=9), use_tqdm=False)
+    with pytest.raises(InvalidRequest, match="tools are not used by this model's chat template"):
+        llm.chat([{"role": "user", "content": PROMPT}], SamplingParams(max_tokens=1), tools=[{"type": "function"}])
     assert llm.service.engine.stats.prompt_tokens == prompt_tokens
 
 
