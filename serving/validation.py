@@ -15,7 +15,7 @@ from typing import Protocol
 
 import msgspec
 
-from serving.config import MAX_LOGPROBS
+from serving.config import MAX_LOGPROBS, StructuredOutputsConfig
 from serving.decoding.grammar.build import grammar_of, source_of
 from serving.decoding.parts import Frame
 from serving.errors import InvalidRequest
@@ -50,7 +50,7 @@ class RequestLimits:
     vocab_size: int
     max_logprobs: int = MAX_LOGPROBS
     priority_policy: bool = False  # whether the scheduler looks at `priority`
-    disable_any_whitespace: bool | None = None  # in JSON, where a request does not say
+    structured_outputs: StructuredOutputsConfig = StructuredOutputsConfig()  # where a request does not say
 
 
 def _show(value: object) -> str:
@@ -174,6 +174,17 @@ def bad_words_token_ids(bad_words: tuple[str, ...], tokenizer: Encoder) -> tuple
     return tuple(sequences)
 
 
+def _with_defaults(outputs: StructuredOutputs | None, config: StructuredOutputsConfig) -> StructuredOutputs | None:
+    if outputs is None:
+        return None
+    given = {}
+    if outputs.disable_any_whitespace is None and outputs.whitespace_pattern is None:
+        given["disable_any_whitespace"] = config.disable_any_whitespace
+    if outputs.disable_additional_properties is None:
+        given["disable_additional_properties"] = config.disable_additional_properties
+    return msgspec.structs.replace(outputs, **given)
+
+
 def _grammar(outputs: StructuredOutputs | None, tokenizer: Encoder,
              after: Frame | None) -> tuple[str, str]:
     """The grammar, and the field it came as."""
@@ -220,9 +231,7 @@ def to_engine_requests(
     # A tokenizer may know more tokens than the model, which never makes those.
     bad_words = tuple(word for word in bad_words_token_ids(tuple(sampling.bad_words), tokenizer)
                       if max(word) < limits.vocab_size)  # fmt: skip
-    outputs = sampling.structured_outputs
-    if outputs is not None and outputs.disable_any_whitespace is None:
-        outputs = msgspec.structs.replace(outputs, disable_any_whitespace=limits.disable_any_whitespace)
+    outputs = _with_defaults(sampling.structured_outputs, limits.structured_outputs)
     grammar, source = _grammar(outputs, tokenizer, grammar_after)
     seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
     group = f"{request_id or 'req'}-{uuid.uuid4().hex[:12]}"

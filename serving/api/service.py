@@ -56,7 +56,7 @@ class Service:
             vocab_size=info.vocab_size,
             max_logprobs=self.config.max_logprobs,
             priority_policy=self.config.engine.scheduling_policy == "priority",
-            disable_any_whitespace=self.config.engine.structured_outputs_config.disable_any_whitespace,
+            structured_outputs=self.config.engine.structured_outputs_config,
         )
 
     @property

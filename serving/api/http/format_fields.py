@@ -61,6 +61,7 @@ class StructuredOutputsFields(Body):
     json_object: bool | None = None
     structural_tag: str | dict[str, Any] | None = None
     disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
     whitespace_pattern: str | None = None
 
     def structured_outputs(self) -> StructuredOutputs:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from serving.decoding.grammar.gbnf import lark_of
-from serving.decoding.grammar.json_schema import ANY_OBJECT, COMPACT, FREE, SPACED, schema_part
+from serving.decoding.grammar.json_schema import ANY_OBJECT, COMPACT, FREE, SPACED, JsonForm, schema_part
 from serving.decoding.grammar.lark import Lark, quote
 from serving.decoding.grammar.structural_tag import tag_expression
 from serving.decoding.parts import Frame
@@ -17,6 +17,7 @@ MAX_CHOICE_CHARS = 64 * 1024  # of all together
 LINE_ENDS = r"/\n{0,2}/"  # models write them after their reasoning
 FIELD = "structured_outputs"
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+OF_JSON = ("json", "json_object", "structural_tag")
 
 
 def grammar_of(outputs: StructuredOutputs, special_tokens: Mapping[str, int], *,
@@ -47,24 +48,29 @@ def _kind(outputs: StructuredOutputs) -> str:
 
 
 def _main(outputs: StructuredOutputs, kind: str, param: str, lark: Lark) -> str:
+    form = JsonForm(_spacing(outputs, kind), bool(outputs.disable_additional_properties))
     match kind:
         case "json":
-            return lark.part(schema_part(outputs.json, _spacing(outputs), param))
+            return lark.part(schema_part(outputs.json, form, param))
         case "json_object":
-            return lark.part(schema_part(ANY_OBJECT, _spacing(outputs), param))
+            return lark.part(schema_part(ANY_OBJECT, form, param))
         case "regex":
             return lark.regex(_text(outputs.regex, MAX_REGEX_CHARS, param))
         case "choice":
             return _choice(outputs.choice, param, lark)
         case "grammar":
             return lark.part({"lark_grammar": lark_of(_text(outputs.grammar, None, param), param)})
-    return tag_expression(outputs.structural_tag, _spacing(outputs), param, lark)
+    return tag_expression(outputs.structural_tag, form, param, lark)
 
 
-def _spacing(outputs: StructuredOutputs) -> dict[str, Any]:
+def _spacing(outputs: StructuredOutputs, kind: str) -> dict[str, Any]:
     pattern, strict = outputs.whitespace_pattern, outputs.disable_any_whitespace
     if pattern is not None:
-        return {"whitespace_pattern": _text(pattern, 256, f"{FIELD}.whitespace_pattern")}
+        param = f"{FIELD}.whitespace_pattern"
+        if kind not in OF_JSON or strict:
+            other = "disable_any_whitespace" if strict else kind
+            raise InvalidRequest(f"{param} says how JSON is spaced, {other} leaves nothing to it: give only one", param)
+        return {"whitespace_pattern": _text(pattern, 256, param)}
     return SPACED if strict is None else COMPACT if strict else FREE
 
 

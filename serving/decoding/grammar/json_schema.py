@@ -2,8 +2,8 @@
 
 import json
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from serving.decoding.grammar.explain import subschemas
 from serving.decoding.grammar.finite import endless
@@ -28,7 +28,15 @@ ESCAPES = 'nrbtf\\"'
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
-def schema_part(schema: Any, spacing: dict[str, Any], param: str) -> dict[str, Any]:
+class JsonForm(NamedTuple):
+    """What a request says of its JSON beside the schema. closed: objects have no properties but those it names, where
+    it names some and does not speak of others."""
+
+    spacing: dict[str, Any]
+    closed: bool = False
+
+
+def schema_part(schema: Any, form: JsonForm, param: str) -> dict[str, Any]:
     """The llguidance grammar of JSON that a schema (or its text) describes. Raises InvalidRequest."""
     if isinstance(schema, str):
         schema = _parse(schema, param)
@@ -47,13 +55,15 @@ def schema_part(schema: Any, spacing: dict[str, Any], param: str) -> dict[str, A
     if "x-guidance" in schema:
         raise InvalidRequest(f"{param} has x-guidance, which is the server's to set", param)
     _check_numbers(schema, param)
-    schema = _modern(schema)
+    schema = _mapped(schema, _modern)
+    if form.closed:
+        schema = _mapped(schema, _closed)
     check_bounds(schema, param)
     check_multiples(schema, param, param)
     if (place := endless(schema)) is not None:
         raise InvalidRequest(f"{param} at {place or 'its root'}: every value would have to contain another "
                              "one, without end", param)
-    options = spacing if "\\u00" in text else {**spacing, "json_allowed_escapes": ESCAPES}
+    options = form.spacing if "\\u00" in text else {**form.spacing, "json_allowed_escapes": ESCAPES}
     return {"json_schema": {**schema, "x-guidance": options}}
 
 
@@ -166,7 +176,6 @@ def _shut(schema: dict[str, Any], exclusive: str, inclusive: str, others: tuple[
 
 def _modern(schema: dict[str, Any]) -> dict[str, Any]:
     """Draft 4's exclusive bounds, which were flags, a keyword that says nothing, and bounds beyond what is read."""
-    schema = {key: _modern_value(key, value) for key, value in schema.items()}
     for bound, flag in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
         if isinstance(schema.get(flag), bool) and schema.pop(flag) and bound in schema:
             schema[flag] = schema.pop(bound)
@@ -180,13 +189,24 @@ def _modern(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def _modern_value(key: str, value: Any) -> Any:
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    if "properties" in schema or "patternProperties" in schema:
+        schema.setdefault("additionalProperties", False)
+    return schema
+
+
+def _mapped(schema: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    """A copy with each schema in it, and last itself, changed."""
+    return change({key: _mapped_value(key, value, change) for key, value in schema.items()})
+
+
+def _mapped_value(key: str, value: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
     if key in ("const", "enum", "default", "examples"):
         return value
     if key in ("properties", "patternProperties", "$defs", "definitions") and isinstance(value, dict):
-        return {name: _modern(one) if isinstance(one, dict) else one for name, one in value.items()}
+        return {name: _mapped(one, change) if isinstance(one, dict) else one for name, one in value.items()}
     if isinstance(value, dict):
-        return _modern(value)
+        return _mapped(value, change)
     if isinstance(value, list):
-        return [_modern(one) if isinstance(one, dict) else one for one in value]
+        return [_mapped(one, change) if isinstance(one, dict) else one for one in value]
     return value

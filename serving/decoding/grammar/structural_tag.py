@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from serving.decoding.grammar.gbnf import lark_of
-from serving.decoding.grammar.json_schema import MAX_SCHEMA_BYTES, schema_part
+from serving.decoding.grammar.json_schema import MAX_SCHEMA_BYTES, JsonForm, schema_part
 from serving.decoding.grammar.lark import TEXT, Lark
 from serving.errors import InvalidRequest
 
 MAX_NESTING = 32
 
 
-def tag_expression(tag: Any, spacing: dict[str, Any], param: str, lark: Lark) -> str:
+def tag_expression(tag: Any, form: JsonForm, param: str, lark: Lark) -> str:
     """Raises InvalidRequest."""
     if isinstance(tag, str):
         if len(tag) > MAX_SCHEMA_BYTES:
@@ -30,7 +30,7 @@ def tag_expression(tag: Any, spacing: dict[str, Any], param: str, lark: Lark) ->
             raise InvalidRequest(f"{param} is not JSON: {error}", param) from error
     if not isinstance(tag, Mapping) or tag.get("type") != "structural_tag":
         raise InvalidRequest(f"{param} must be an object whose type is 'structural_tag'", param)
-    writer = _Writer(spacing, param, lark)
+    writer = _Writer(form, param, lark)
     if "format" in tag:
         writer.only(tag, param, "type", "format")
         return writer.write(tag["format"], f"{param}.format", 0)
@@ -41,8 +41,8 @@ def tag_expression(tag: Any, spacing: dict[str, Any], param: str, lark: Lark) ->
 
 
 class _Writer:
-    def __init__(self, spacing: dict[str, Any], param: str, lark: Lark):
-        self._spacing, self._param, self._lark = spacing, param, lark
+    def __init__(self, form: JsonForm, param: str, lark: Lark):
+        self._form, self._param, self._lark = form, param, lark
         self._formats: dict[str, Callable[[Mapping[str, Any], str, int], str]] = {
             "const_string": self._const_string,
             "json_schema": self._json_schema,
@@ -133,7 +133,7 @@ class _Writer:
 
     def _json_schema(self, value: Mapping[str, Any], place: str, depth: int) -> str:
         self.only(value, place, "type", "json_schema")
-        return self._lark.part(schema_part(value.get("json_schema"), self._spacing, f"{place}.json_schema"))
+        return self._lark.part(schema_part(value.get("json_schema"), self._form, f"{place}.json_schema"))
 
     def _regex(self, value: Mapping[str, Any], place: str, depth: int) -> str:
         self.only(value, place, "type", "pattern")

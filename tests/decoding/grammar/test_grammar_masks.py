@@ -174,6 +174,20 @@ def test_a_key_has_one_spelling(grammars: Grammars) -> None:
     assert not grammars.accepts(grammars.matcher(json=schema), '{"a": "x", "a": 1}')
 
 
+def test_objects_are_closed_where_the_schema_does_not_speak_of_other_properties(grammars: Grammars) -> None:
+    null = {"type": "null"}
+    inner = {"type": "object", "properties": {"properties": null}}
+    schema = {"type": "object", "properties": {"a": {"type": "array", "items": inner}, "b": {"type": "object"},
+                                               "c": {**inner, "additionalProperties": null}}}  # fmt: skip
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
+    for outputs in ({"json": schema}, {"structural_tag": tag}):
+        closed = partial(grammars.matcher, **outputs, disable_additional_properties=True)
+        for text, inside in (('{"a": [{"properties": null}]}', True), ('{"b": {"x": 1}}', True), ('{"x": 1}', False),
+                             ('{"a": [{"x": 1}]}', False), ('{"c": {"x": null}}', True)):  # fmt: skip
+            assert grammars.accepts(closed(), text) == inside, text
+            assert grammars.accepts(grammars.matcher(**outputs), text)
+
+
 def test_the_grammar_of_the_whole_follows_the_reasoning(grammars: Grammars) -> None:
     for text in ("Hm.</think>", "</think>\n\n", 'a < b, {"a"</thin</think>\n'):
         matcher = grammars.matcher(after=Frame("", "</think>"), choice=("ab", "xy"))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from serving.config import StructuredOutputsConfig
-from serving.errors import ConfigError
+from serving.errors import ConfigError, InvalidRequest
 from serving.flags import parse_flags
 from serving.llm import LLM
 from serving.request import SamplingParams, StructuredOutputs
@@ -27,6 +27,7 @@ def test_the_flag_fills_the_config() -> None:
     [
         ("{", "'{' is not JSON"),
         ('{"backend": "xgrammar"}', "backend is 'xgrammar', must be one of \"auto\", \"guidance\""),
+        ('{"disable_additional_properties": 1}', "disable_additional_properties is 1, must be one of true"),
         ('{"disable_any_whitespace": 1}', "disable_any_whitespace is 1, must be one of null, true, false"),
         ('{"reasoning_parser": "x"}', "unknown reasoning_parser; it may have backend"),
     ],
@@ -58,7 +59,30 @@ def test_mistakes_in_the_dicts_of_the_llm_class(options: dict[str, Any], message
 def test_the_server_says_how_json_is_spaced_where_the_request_does_not(
     servers: bool | None, requests: bool | None, separator: str
 ) -> None:
-    limits = RequestLimits(max_model_len=64, vocab_size=300, disable_any_whitespace=servers)
-    outputs = StructuredOutputs(json=obj(a=INT), disable_any_whitespace=requests)
-    [request] = to_engine_requests([1], SamplingParams(structured_outputs=outputs), limits, toy_tokenizer())
-    assert separator in request.grammar and request.sampling.structured_outputs is None
+    config = StructuredOutputsConfig(disable_any_whitespace=servers)
+    assert separator in grammar(config, json=obj(a=INT), disable_any_whitespace=requests)
+
+
+def grammar(config: StructuredOutputsConfig, **outputs: Any) -> str:
+    limits = RequestLimits(max_model_len=64, vocab_size=300, structured_outputs=config)
+    sampling = SamplingParams(structured_outputs=StructuredOutputs(**outputs))
+    [request] = to_engine_requests([1], sampling, limits, toy_tokenizer())
+    assert request.sampling.structured_outputs is None
+    return request.grammar
+
+
+def test_the_server_says_whether_objects_are_closed_where_the_request_does_not() -> None:
+    open_object = {"type": "object", "properties": {"a": INT}}
+    for servers, requests, closed in ((True, None, True), (False, True, True), (True, False, False)):
+        config = StructuredOutputsConfig(disable_additional_properties=servers)
+        made = grammar(config, json=open_object, disable_additional_properties=requests)
+        assert ('"additionalProperties": false' in made) == closed
+
+
+def test_a_pattern_of_the_request_comes_before_what_the_server_says_of_spaces() -> None:
+    config = StructuredOutputsConfig(disable_any_whitespace=True)
+    assert '"whitespace_pattern": " ?"' in grammar(config, json=obj(a=INT), whitespace_pattern=" ?")
+    for beside in ({"json": obj(a=INT), "disable_any_whitespace": True}, {"regex": "a"}, {"choice": ("a",)}):
+        with pytest.raises(InvalidRequest, match="whitespace_pattern says how JSON is spaced") as caught:
+            grammar(config, whitespace_pattern=" ?", **beside)
+        assert caught.value.param == "structured_outputs.whitespace_pattern"
