@@ -48,6 +48,10 @@ GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "vllm:num_requests_waiting": ("Sequences waiting to be scheduled", lambda s: s.num_waiting),
     "pageloom:spec_decode_draft_length": ("Drafts that a sequence may have in a step; 0: no speculation now",
                                           lambda s: s.draft_length),
+    "pageloom:prefix_cache_hit_rate": ("Share of prompt tokens found in the prefix cache, 0 to 1",
+                                       lambda s: _share(s.prefix_cache_hits, s.prefix_cache_queries)),
+    "pageloom:batch_padding_share": ("Padding tokens among all tokens in steps, 0 to 1",
+                                     lambda s: _share(s.batch_padding, s.batch_tokens + s.batch_padding)),
 }
 
 COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
@@ -67,6 +71,10 @@ COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "pageloom:batch_tokens": ("Real tokens in steps", lambda s: s.batch_tokens),
     "pageloom:batch_padding_tokens": ("Padding tokens in steps", lambda s: s.batch_padding),
 }
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
 
 
 class EngineCollector(Collector):
@@ -101,9 +109,6 @@ class EngineCollector(Collector):
         yield accepted
         if stats.experts is not None:
             yield from expert_metrics(stats.experts, LABELS, self._labels)
-        padded = stats.batch_tokens + stats.batch_padding
-        yield self._gauge("pageloom:batch_padding_share", "Padding tokens among all tokens in steps, 0 to 1",
-                          stats.batch_padding / padded if padded else 0.0)
         cache = GaugeMetricFamily("vllm:cache_config_info", "The KV cache's size",
                                   labels=(*LABELS, "block_size", "num_gpu_blocks"))
         for index in range(info.num_groups):
