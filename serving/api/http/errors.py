@@ -1,6 +1,8 @@
 """Every error leaves as OpenAI's error body."""
 
 import logging
+import math
+from collections.abc import Sequence
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -63,20 +65,46 @@ def error_response(error: PageloomError) -> Response:
     return _respond(error_body(error), headers)
 
 
-def _field(location: tuple[int | str, ...]) -> str:
-    """`messages[0].content` of a pydantic location, without the union branches that pydantic adds (they are types)."""
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _is_branch(part: int | str) -> bool:
+    """Pydantic puts the branches of unions into locations; they are types."""
+    return isinstance(part, str) and (not part.isidentifier() or part in {"str", "int", "none"})
+
+
+def _field(location: Sequence[int | str]) -> str:
+    """`messages[0].content` of a pydantic location."""
     name = ""
     for part in location:
         if isinstance(part, int):
             name += f"[{part}]"
-        elif part.isidentifier() and part not in {"str", "int", "none"}:
+        elif not _is_branch(part):
             name += f".{part}" if name else part
     return name
 
 
-def _depth(detail: ErrorDetails) -> int:
-    name = _field(detail["loc"])
-    return name.count("[") + name.count(".")
+def _progress(detail: ErrorDetails) -> tuple[float, ...]:
+    """How far into the value a branch of a union got before this error."""
+    place = [part if isinstance(part, int) else 0 for part in detail["loc"] if not _is_branch(part)]
+    return (*place, math.inf) if detail["type"] == "too_long" else tuple(place)
+
+
+def _first(details: Sequence[ErrorDetails], start: int = 0) -> list[ErrorDetails]:
+    """The first error; where a union's branches all failed (from part `start` of the locations on), the first ones of
+    those that got furthest into the value."""
+    location = details[0]["loc"]
+    union = next((i for i in range(start, len(location)) if _is_branch(location[i])), None)
+    if union is None:
+        return [details[0]]
+    branches: dict[int | str, list[ErrorDetails]] = {}
+    for detail in details:
+        if detail["loc"][:union] == location[:union] and _is_branch(detail["loc"][union]):
+            branches.setdefault(detail["loc"][union], []).append(detail)
+    firsts = [one for branch in branches.values() for one in _first(branch, union + 1)]
+    furthest = max(map(_progress, firsts))
+    return [one for one in firsts if _progress(one) == furthest]
 
 
 def _explain(detail: ErrorDetails, rules: list[str]) -> InvalidRequest:
@@ -84,6 +112,7 @@ def _explain(detail: ErrorDetails, rules: list[str]) -> InvalidRequest:
     name, kind, value = _field(detail["loc"]), detail["type"], detail.get("input")
     top = name.split(".")[0].split("[")[0]
     if kind == "extra_forbidden":
+        name = ".".join(filter(None, (_field(detail["loc"][:-1]), _short(str(detail["loc"][-1])))))
         if name in REPLACED_FIELDS:
             return InvalidRequest(f"{name} is no longer accepted, use {REPLACED_FIELDS[name]}", name)
         return InvalidRequest(f"{name} is not a known field", name)
@@ -95,23 +124,15 @@ def _explain(detail: ErrorDetails, rules: list[str]) -> InvalidRequest:
         return InvalidRequest(f"{name} {detail['msg']}", top)
     if kind == "cross_field":
         return InvalidRequest(detail["msg"], detail.get("ctx", {}).get("param"))
-    shown = repr(value)
-    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-    return InvalidRequest(f"{name or 'the body'} is {shown}: {', or '.join(rules)}", name or None)
+    return InvalidRequest(f"{name or 'the body'} is {_short(repr(value))}: {', or '.join(rules)}", name or None)
 
 
 def explain(error: ValidationError) -> InvalidRequest:
-    """The first field that is wrong. Of a union's branches those count that got furthest into the value."""
+    """The first field that is wrong."""
     if error.error_count() > MOST_EXPLAINED:
         return InvalidRequest(f"the body breaks {error.error_count()} rules, too many to say which")
-    details = error.errors(include_url=False)
-    same = [detail for detail in details if detail["loc"][:1] == details[0]["loc"][:1]]
-    depth = max(map(_depth, same))
-    deepest = [detail for detail in same if _depth(detail) == depth]
-    first = deepest[0]
-    place = _field(first["loc"])
-    rules = dict.fromkeys(detail["msg"] for detail in deepest if _field(detail["loc"]) == place)
-    return _explain(first, list(rules))
+    found = _first(error.errors(include_url=False))
+    return _explain(found[0], list(dict.fromkeys(detail["msg"] for detail in found)))
 
 
 def install_handlers(app: FastAPI) -> None:
