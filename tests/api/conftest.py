@@ -17,6 +17,7 @@ from serving.tokenizer.tokenizer import Tokenizer
 from tests.api.fakes import FakeEngine, byte_tokenizer, make_service
 
 Serve = Callable[..., Service]
+SECONDS = 60.0  # for what takes milliseconds, on a machine that is busy
 
 
 @pytest.fixture(scope="session")
@@ -54,15 +55,15 @@ async def listening(service: Service) -> AsyncIterator[Ports]:
     ports, ready = bind_ports(service.config), asyncio.Event()
     serving = asyncio.ensure_future(serve_apis(service, ports, ready.set))
     try:
-        await asyncio.wait_for(ready.wait(), 10)
+        await asyncio.wait_for(ready.wait(), SECONDS)
         yield ports
     finally:
         if not serving.done():
             os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(serving, 10)
+        await asyncio.wait_for(serving, SECONDS)
 
 
-async def until(condition: Callable[[], bool], seconds: float = 5) -> None:
+async def until(condition: Callable[[], bool], seconds: float = SECONDS) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)

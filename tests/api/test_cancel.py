@@ -6,7 +6,7 @@ import httpx
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from tests.api.conftest import Serve, engine_stub, listening, until
+from tests.api.conftest import SECONDS, Serve, engine_stub, listening, until
 
 pytestmark = pytest.mark.anyio
 PORTS = {"port": 0, "grpc_port": 0}
@@ -18,7 +18,7 @@ def streaming(url: str, **fields: object) -> tuple[str, str, dict[str, object]]:
 
 async def test_clients_that_leave_in_mid_stream(serve: Serve) -> None:
     service = serve("abcdefgh" * 20, gate=asyncio.Event(), config=PORTS)
-    async with listening(service) as ports, httpx.AsyncClient() as client:
+    async with listening(service) as ports, httpx.AsyncClient(timeout=SECONDS) as client:
         service.engine.gate.set()
         method, url, body = streaming(f"http://127.0.0.1:{ports.http_port}", max_tokens=100)
 
@@ -38,7 +38,7 @@ async def test_clients_that_leave_in_mid_stream(serve: Serve) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 async def test_clients_that_leave_before_the_first_token(serve: Serve, stream: bool) -> None:
     service = serve("abc", gate=asyncio.Event(), config=PORTS)
-    async with listening(service) as ports, httpx.AsyncClient() as client:
+    async with listening(service) as ports, httpx.AsyncClient(timeout=SECONDS) as client:
         method, url, body = streaming(f"http://127.0.0.1:{ports.http_port}", stream=stream)
         calls = [asyncio.ensure_future(client.request(method, url, json=body)) for _ in range(5)]
         await until(lambda: len(service.engine.live) == 20)
@@ -51,7 +51,7 @@ async def test_clients_that_leave_before_the_first_token(serve: Serve, stream: b
 
 async def test_a_stop_string_ends_the_sequence_in_the_engine(serve: Serve) -> None:
     service = serve("abc STOP" + "x" * 100, config=PORTS)
-    async with listening(service) as ports, httpx.AsyncClient() as client:
+    async with listening(service) as ports, httpx.AsyncClient(timeout=SECONDS) as client:
         url = f"http://127.0.0.1:{ports.http_port}/v1/completions"
         body = {"prompt": "Hello", "stop": "STOP", "n": 3, "max_tokens": 90}
         answer = (await client.post(url, json=body)).json()

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from serving.api.service import Service
-from tests.api.conftest import Serve, client_of
+from tests.api.conftest import SECONDS, Serve, client_of
 from tests.api.test_completions import EOS, chunks_of
 
 pytestmark = pytest.mark.anyio
@@ -144,7 +144,7 @@ async def test_endless_templates_hold_up_nobody_else(serve: Serve) -> None:
         ]
         await asyncio.sleep(0.3)
         long = {"prompt": "Hello" * 20_000}  # tokenized in a thread
-        answer = await asyncio.wait_for(client.post("/tokenize", json=long), 20)
+        answer = await asyncio.wait_for(client.post("/tokenize", json=long), SECONDS)
         assert answer.json()["count"] >= 20_000 and not any(one.done() for one in endless)
         for one in endless[2:]:
             one.cancel()

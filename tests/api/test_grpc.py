@@ -18,7 +18,7 @@ from serving.api.grpc.convert import sampling_from
 from serving.api.service import Service
 from serving.errors import InvalidRequest
 from serving.request import SamplingParams, StructuredOutputs
-from tests.api.conftest import Serve, engine_stub, listening
+from tests.api.conftest import SECONDS, Serve, engine_stub, listening
 
 pytestmark = pytest.mark.anyio
 PORTS = {"port": 0, "grpc_port": 0}
@@ -223,7 +223,7 @@ async def test_health_and_reflection(serve: Serve) -> None:
         watch = health.Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == 1
         service.lifecycle.draining = True
-        assert (await asyncio.wait_for(watch.read(), 5)).status == 2
+        assert (await asyncio.wait_for(watch.read(), SECONDS)).status == 2
         watch.cancel()
         reflect = reflection_pb2_grpc.ServerReflectionStub(channel)
         ask = reflect.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))

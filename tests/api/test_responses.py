@@ -16,7 +16,7 @@ from serving.api.http.responses_api.conversation import turns, without_turns_bef
 from serving.api.http.responses_api.request import ResponsesRequest
 from serving.api.http.responses_api.store import ResponseStore
 from serving.api.service import Service
-from tests.api.conftest import Serve, client_of, listening, until
+from tests.api.conftest import SECONDS, Serve, client_of, listening, until
 from tests.api.test_http import assert_error
 
 pytestmark = pytest.mark.anyio
@@ -286,7 +286,7 @@ async def test_who_follows_a_cancelled_one_is_told(serve: Serve) -> None:
     service = serve("abcdefgh" * 20, gate=asyncio.Event(), config={"port": 0, "grpc_port": 0})
     service.engine.gate.set()
     async with listening(service) as ports:
-        client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{ports.http_port}")
+        client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{ports.http_port}", timeout=SECONDS)
         body = {"input": "hi", "background": True, "stream": True}
         async with client, client.stream("POST", URL, json=body) as answer:
             lines = answer.aiter_lines()
@@ -336,7 +336,7 @@ async def test_refusals_have_their_status(serve: Serve) -> None:
 async def test_clients_that_leave(serve: Serve, background: bool) -> None:
     """Whoever leaves ends the work, unless it is in the background; that ends with the server."""
     service = serve("abcdefgh", gate=asyncio.Event(), config={"port": 0, "grpc_port": 0})
-    async with listening(service) as ports, httpx.AsyncClient() as client:
+    async with listening(service) as ports, httpx.AsyncClient(timeout=SECONDS) as client:
         url = f"http://127.0.0.1:{ports.http_port}{URL}"
         body = {"input": "x", "background": background}
         calls = [asyncio.ensure_future(client.post(url, json={**body, "stream": stream}))

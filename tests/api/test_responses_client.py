@@ -9,7 +9,7 @@ from openai.lib.streaming.responses import ResponseTextDeltaEvent
 from pydantic import BaseModel
 
 from serving.api.service import Service
-from tests.api.conftest import Serve, listening
+from tests.api.conftest import SECONDS, Serve, listening
 from tests.api.test_responses_tools import CONFIG, TEXT
 
 pytestmark = pytest.mark.anyio
@@ -24,7 +24,7 @@ class Sum(BaseModel):
 async def client_to(service: Service) -> AsyncIterator[openai.AsyncOpenAI]:
     async with listening(service) as ports:
         url = f"http://127.0.0.1:{ports.http_port}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key="none", timeout=10, max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", timeout=SECONDS, max_retries=0) as client:
             yield client
 
 

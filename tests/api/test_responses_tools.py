@@ -13,7 +13,7 @@ from serving.decoding.output_parser import OutputParser
 from serving.decoding.parts import ContentDelta, Part, ReasoningDelta, ToolCallDelta
 from serving.decoding.reasoning.deepseek_r1 import DeepSeekR1ReasoningParser
 from serving.decoding.tools.hermes import HermesToolParser
-from tests.api.conftest import Serve, client_of
+from tests.api.conftest import SECONDS, Serve, client_of
 from tests.api.fakes import fake_logprob
 from tests.api.test_http import assert_error
 from tests.api.test_responses import SCHEMA, URL, events_of, prompt_of, respond, stream
@@ -110,7 +110,7 @@ async def test_calls_and_reasoning_are_sent_back(tools: Callable[..., Service]) 
 @pytest.mark.parametrize("how", [{}, {"background": True}])
 async def test_any_name_that_a_model_calls(tools: Callable[..., Service], how: dict[str, Any]) -> None:
     text = f'</think><tool_call>{{"name": "get weather{"!" * 64}", "arguments": {{"a": 1}}}}</tool_call>'
-    async with client_of(tools(text)) as client, asyncio.timeout(20):
+    async with client_of(tools(text)) as client, asyncio.timeout(SECONDS):
         streamed = await client.post(URL, json={"input": "hi", "tools": TOOLS, "stream": True, **how})
         call, last = (await client.post(URL, json={"input": "hi", "tools": TOOLS})).json(), events_of(streamed.text)[-1]
         assert last.type == "response.completed" and last.response.output[0].name == call["output"][0]["name"]

@@ -5,7 +5,6 @@ import contextlib
 import os
 import signal
 import socket
-import time
 
 import httpx
 import openai
@@ -14,7 +13,7 @@ import pytest
 from serving.api.server import bind_ports, serve_apis
 from serving.config import ServerConfig
 from serving.errors import ConfigError, EngineDead
-from tests.api.conftest import Serve, listening, until
+from tests.api.conftest import SECONDS, Serve, listening, until
 
 pytestmark = pytest.mark.anyio
 PORTS = {"port": 0, "grpc_port": 0}
@@ -69,7 +68,7 @@ async def test_sigterm_lets_live_requests_finish(serve: Serve) -> None:
     ports, ready = bind_ports(service.config), asyncio.Event()
     serving = asyncio.ensure_future(serve_apis(service, ports, ready.set))
     await ready.wait()
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{ports.http_port}") as client:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{ports.http_port}", timeout=SECONDS) as client:
         calls = [asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "x", "stream": stream}))
                  for stream in (True, False)]
         await until(lambda: len(service.engine.live) == 2)
@@ -80,7 +79,7 @@ async def test_sigterm_lets_live_requests_finish(serve: Serve) -> None:
         service.engine.gate.set()
         streamed, whole = await asyncio.gather(*calls)
         assert streamed.text.endswith("data: [DONE]\n\n") and whole.json()["choices"][0]["text"] == "abc"
-        assert await asyncio.wait_for(serving, 5) == 0
+        assert await asyncio.wait_for(serving, SECONDS) == 0
         with pytest.raises(httpx.ConnectError):
             await client.get("/health")
 
@@ -100,7 +99,7 @@ async def test_a_second_signal_is_not_graceful(serve: Serve) -> None:
     os.kill(os.getpid(), signal.SIGINT)
     await until(lambda: service.lifecycle.draining)
     os.kill(os.getpid(), signal.SIGINT)
-    assert await asyncio.wait_for(serving, 5) == 0
+    assert await asyncio.wait_for(serving, SECONDS) == 0
     assert graces == [30.0, 0.0]
 
 
@@ -109,23 +108,21 @@ async def test_the_engines_death_ends_the_process(serve: Serve) -> None:
     ports, ready = bind_ports(service.config), asyncio.Event()
     serving = asyncio.ensure_future(serve_apis(service, ports, ready.set))
     await ready.wait()
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{ports.http_port}") as client:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{ports.http_port}", timeout=SECONDS) as client:
         whole = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "x"}))
         await until(lambda: len(service.engine.live) == 1)
-        start = time.monotonic()
         service.engine.dead = True
         service.engine.gate.set()
         answer = await whole
         assert answer.status_code == 503 and "engine" in answer.json()["error"]["message"]
-        assert await asyncio.wait_for(serving, 5) == 1
-        assert time.monotonic() - start < 5
+        assert await asyncio.wait_for(serving, SECONDS) == 1
 
 
 @pytest.mark.parametrize("error, told", [(EngineDead("the engine core is gone"), '"code":503'),
                                          (ValueError("a secret"), "internal error: ValueError")])  # fmt: skip
 async def test_an_error_in_mid_stream_is_told_in_the_stream(serve: Serve, error: Exception, told: str) -> None:
     service = serve("abcdef", config=PORTS)
-    async with listening(service) as ports, httpx.AsyncClient() as client:
+    async with listening(service) as ports, httpx.AsyncClient(timeout=SECONDS) as client:
         url = f"http://127.0.0.1:{ports.http_port}/v1/completions"
         real, count = service.engine.check_health, 0
 
@@ -172,7 +169,8 @@ async def test_the_openai_client(serve: Serve) -> None:
 
 
 async def test_an_oversized_body_over_a_socket(serve: Serve) -> None:
-    async with listening(serve(config={**PORTS, "max_body_bytes": 1000})) as ports, httpx.AsyncClient() as client:
+    service = serve(config={**PORTS, "max_body_bytes": 1000})
+    async with listening(service) as ports, httpx.AsyncClient(timeout=SECONDS) as client:
         async def chunks():
             for _ in range(100):
                 yield b" " * 1000
