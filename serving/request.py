@@ -120,6 +120,7 @@ class TokenEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
     draft_tokens: int = 0  # drafts of it that the step verified
     accepted_tokens: int = 0  # of those
     error: str = ""  # with finish_reason "error"
+    error_param: str = ""  # the request's field that is to blame for it, if one is
 
 
 class GroupStats(msgspec.Struct, kw_only=True):

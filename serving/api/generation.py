@@ -194,6 +194,8 @@ async def _run_sequence(service: Service, request: EngineRequest, sequence: int,
                 timer.event(event)
                 if event.finish_reason == "error":
                     reason = "error"
+                    if event.error_param:
+                        raise InvalidRequest(event.error, event.error_param)
                     raise PageloomError(event.error or "the engine failed on this request")
                 delta = output.add(event)
                 if delta is None:
@@ -207,7 +209,8 @@ async def _run_sequence(service: Service, request: EngineRequest, sequence: int,
                 yield delta
         raise PageloomError("the engine ended a sequence without a finish reason")
     except (Overloaded, InvalidRequest) as error:
-        reason = None  # it never began
+        if reason == "abort":
+            reason = None  # it never began
         if isinstance(error, Overloaded):
             service.metrics.rejected()
         raise

@@ -121,6 +121,7 @@ class Outputs:
             event.stop_token_id = token
         if seq.matcher is not None and seq.matcher.error:
             reason, event.error = "error", f"the grammar cannot go on: {seq.matcher.error}"
+            event.error_param = seq.request.grammar_source or "structured_outputs"
         self._finish(seq, reason, event)
 
     def _is_eos(self, seq: Sequence, token: int) -> bool:

@@ -62,7 +62,8 @@ def merge(first: TokenEvent, second: TokenEvent) -> TokenEvent:
         first.logprobs = (first.logprobs or []) + second.logprobs
     if second.prompt_logprobs is not None:
         first.prompt_logprobs = second.prompt_logprobs
-    first.finish_reason, first.stop_token_id, first.error = second.finish_reason, second.stop_token_id, second.error
+    first.finish_reason, first.stop_token_id = second.finish_reason, second.stop_token_id
+    first.error, first.error_param = second.error, second.error_param
     return first
 
 

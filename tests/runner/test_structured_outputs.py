@@ -162,4 +162,8 @@ def test_a_bad_grammar_is_the_requests_error_alone(llm: LLM):
     with pytest.raises(InvalidRequest, match="at /properties/a: not is not supported") as caught:
         run(llm, person(structured_outputs=StructuredOutputs(json=obj(a={"not": {}}))))
     assert caught.value.param == "structured_outputs.json"
+    with pytest.raises(InvalidRequest, match="the grammar cannot go on: parser error: Too many items") as caught:
+        run(llm, person(structured_outputs=StructuredOutputs(grammar='start: "a" start')))
+    assert caught.value.param == "structured_outputs.grammar"
+    assert b'finished_reason="error",model_name="tiny"} 1.0' in llm.service.metrics.render()
     assert run(llm, person())[0].finish_reason == "stop"

@@ -66,6 +66,9 @@ class GrammarMatcher:
                 out[child + 1] = self._row()
                 self._walk(child + 1, tokens, children, out, valid)
                 self._matcher.rollback(1)
+            elif self._is_at_end():  # it has given up just now
+                out[child + 1] = self._vocabulary.eos_row
+                valid[child] = False
             else:
                 raise AssertionError(f"token {token} is in the mask and refused: {self._matcher.get_error()}")
 
