@@ -23,7 +23,8 @@ def read_gemma2(reader: ConfigReader) -> ModelConfig:
 def read_gemma3(reader: ConfigReader) -> ModelConfig:
     """All but every sixth layer are local, with a RoPE of their own. Query and key heads are normed."""
     fields = _fields(reader)
-    period = int(reader.take("sliding_window_pattern", 6))
+    # Since 4.53 transformers writes it with an underscore, beside `layer_types`.
+    period = int(reader.take("sliding_window_pattern", reader.take("_sliding_window_pattern", 6)))
     window = reader.take("sliding_window", 4096)
     head_dim, local_theta = fields["head_dim"], reader.take("rope_local_base_freq", 10_000.0)
     rope, local_rope = reader.global_and_local_rope(head_dim, theta=1_000_000.0, local_theta=local_theta)

@@ -160,6 +160,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         max_window_layers=28, num_attention_heads=28, num_hidden_layers=28, num_key_value_heads=4, rms_norm_eps=1e-6,
         rope_scaling=dict(type="yarn", factor=4.0, original_max_position_embeddings=32768), rope_theta=1000000.0,
         sliding_window=131072, tie_word_embeddings=False, use_sliding_window=False, vocab_size=152064),
+    "gemma-3-270m": dict(
+        _sliding_window_pattern=6, model_type="gemma3_text", attention_bias=False, attn_logit_softcapping=None,
+        eos_token_id=1, final_logit_softcapping=None, head_dim=256, hidden_activation="gelu_pytorch_tanh",
+        hidden_size=640, intermediate_size=2048, layer_types=(5 * ["sliding_attention"] + ["full_attention"]) * 3,
+        max_position_embeddings=32768, num_attention_heads=4, num_hidden_layers=18, num_key_value_heads=1,
+        query_pre_attn_scalar=256, rms_norm_eps=1e-6, rope_local_base_freq=10000.0, rope_scaling=None,
+        rope_theta=1000000.0, sliding_window=512, use_bidirectional_attention=False, vocab_size=262144),
 }  # fmt: skip
 
 
