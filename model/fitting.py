@@ -1,7 +1,5 @@
 """Whether the mesh axis `tensor` divides a model, and which sizes of it would."""
 
-from collections.abc import Callable
-
 from model.config import ModelConfig
 from sharding.mesh import MeshError
 
@@ -25,17 +23,17 @@ def parts_divide(config: ModelConfig, tensor: int) -> dict[str, bool]:
 def check_tensor(config: ModelConfig, tensor: int) -> str | None:
     """What to say beside attention that is whole on every device: the sizes that would divide it. MeshError where
     `tensor` divides nothing."""
-    parts = parts_divide(config, tensor)
+    parts, smaller = parts_divide(config, tensor), range(2, tensor)
     if not any(parts.values()):
-        would = _smaller(tensor, lambda size: all(parts_divide(config, size).values()))
+        divided = {size: parts_divide(config, size).values() for size in smaller}
+        would = [size for size in smaller if all(divided[size])] or [size for size in smaller if any(divided[size])]
         raise MeshError(
-            f"--mesh tensor={tensor} divides nothing of this model ({', '.join(parts)}); tensor={would} does"
+            f"--mesh tensor={tensor} divides nothing of this model ({', '.join(parts)}); tensor={_or(would)} does"
         )
     if heads_divide(config, tensor):
         return None
-    return f"tensor={_smaller(tensor, lambda size: heads_divide(config, size))} would divide it"
+    return f"tensor={_or([size for size in smaller if heads_divide(config, size)])} would divide it"
 
 
-def _smaller(tensor: int, fits: Callable[[int], bool]) -> str:
-    sizes = [size for size in range(2, tensor) if fits(size)]
+def _or(sizes: list[int]) -> str:
     return " or ".join(map(str, sizes[-4:])) if sizes else "1"

@@ -70,6 +70,9 @@ def test_a_tensor_axis_that_divides_nothing():
     )
     with pytest.raises(MeshError, match=r"experts: 8\); tensor=2 or 4 does"):
         model_rules(read_config(config_json("qwen3-moe")), make_mesh(MeshSpec(tensor=7)))
+    odd = config_json("llama-gqa-tied") | {"vocab_size": 131}  # no size divides everything
+    with pytest.raises(MeshError, match=r"a vocabulary of 131, a feed-forward of 56\); tensor=2 does"):
+        model_rules(read_config(odd), make_mesh(MeshSpec(tensor=3)))
 
 
 def test_attention_that_does_not_divide_says_what_would():
