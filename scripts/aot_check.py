@@ -201,12 +201,9 @@ def check_experts(target: Target, layer, name: str) -> Result:
 def check_step(target: Target, step, backend: str, shape) -> Result:
     from scripts.aot.memory import kv_problem, temporaries
     from scripts.aot.step import compile_step
-    from serving.runner.memory import PAGE_SIZE
 
     started = time.perf_counter()
-    compiled, kv_bytes, layer_bytes = compile_step(
-        target, step, backend, shape, page_size=PAGE_SIZE[target.device.platform]
-    )
+    compiled, kv_bytes, layer_bytes = compile_step(target, step, backend, shape)
     return Result(name=f"step {step.name} {shape} ({backend})", temporaries=temporaries(compiled),
                   seconds=time.perf_counter() - started, problem=kv_problem(compiled, kv_bytes, layer_bytes))
 

@@ -116,7 +116,7 @@ def compare(target: str, stages: int) -> int:
     for mesh in ("tensor=1", f"pipeline={stages},tensor=1"):
         step = StepConfig(name=mesh, hf=hf, mesh=mesh, max_model_len=8192, max_num_seqs=64, num_tokens=2048,
                           kv_bytes=2 << 30)  # fmt: skip
-        compiled, *_ = compile_step(TARGETS[target], step, "auto", shape, page_size={"tpu": 128, "gpu": 64}[platform])
+        compiled, *_ = compile_step(TARGETS[target], step, "auto", shape)
         counts = count(compiled.as_text())
         passed = sum(n for collective, n in counts.collectives.items() if collective.kind == "collective-permute")
         flops.append(counts.flops)

@@ -1,7 +1,7 @@
 """A layer of experts of a real model, as devices share it: compiled for absent chips."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ class ExpertsLayer:
     model: str
     mesh: str
     num_tokens: int
-    options: ExpertOptions = field(default_factory=ExpertOptions)
+    options: ExpertOptions
 
 
 QWEN, DEEPSEEK = "qwen3-30b-a3b/8", "deepseek-v3 5 layers/8"
@@ -67,8 +67,7 @@ def layer_program(layer: ExpertsLayer, devices: Sequence[Any]) -> tuple[Any, ...
         shape, axes = variable.get_value().shape, variable.get_metadata("axes")
         if path[0] == "experts":
             shape, axes = (NUM_LAYERS, *shape), ("layers", *axes)
-        return variable.replace(jax.ShapeDtypeStruct(shape, variable.get_value().dtype,
-                                                     sharding=rules.sharding(axes, shape)))  # fmt: skip
+        return variable.replace(shaped(shape, variable.get_value().dtype, axes))
 
     def shaped(shape: tuple[int, ...], of: Any, axes: tuple[str | None, ...]) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, of, sharding=rules.sharding(axes, shape))

@@ -18,19 +18,20 @@ from serving.drafters.eagle import drafter_of, make_eagle3
 from serving.drafters.loading import Surroundings
 from serving.engine.speculating import tree_words
 from serving.runner.compiler import compiler_options
-from serving.runner.memory import bytes_per_device
+from serving.runner.memory import PAGE_SIZE, bytes_per_device
 from serving.runner.programs import StepProgram, param_shapes
 from serving.runner.shapes import StepShape
 from sharding.mesh import make_mesh, parse_mesh
 
 
-def compile_step(target: Target, step: StepConfig, backend_name: str, shape: StepShape, *, page_size: int
-                 ) -> tuple[Any, int, int]:
+def compile_step(target: Target, step: StepConfig, backend_name: str, shape: StepShape
+                 ) -> tuple[Any, int, int]:  # fmt: skip
     """(Compiled, bytes of the KV cache on a device, bytes of one layer of it)."""
     config = read_config(step.hf)
     mesh, options = make_mesh(parse_mesh(step.mesh), devices_of(target)), ExpertOptions(parallel=step.expert_parallel)
     rules, dtype = model_rules(config, mesh, options), jnp.dtype(jnp.bfloat16)
-    page_size *= mesh.shape["context"]  # each of its devices has a part of every page
+    # Each device of the context axis has a part of every page.
+    page_size = PAGE_SIZE[target.device.platform] * mesh.shape["context"]
     kernels = choose_kernels(config, rules, dtype, attention_backend=backend_name, page_size=page_size,
                              options=options)  # fmt: skip
     one_page = kernels.kv_layout(config, 1)

@@ -6,9 +6,8 @@ from typing import Any
 
 import jax
 
+from scripts.aot.cases import LAYERS
 from scripts.aot.program import Program
-
-LAYERS = 2  # of the caches of scripts/aot/cases.py
 
 
 def seconds_of(make: Callable[[int], Callable[[], Any]], repeats: int) -> float:

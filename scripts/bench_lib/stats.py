@@ -4,6 +4,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+import numpy as np
+
 from scripts.bench_lib.client import Timing
 
 PERCENTILES = (50, 95, 99)
@@ -11,17 +13,10 @@ PERCENTILES = (50, 95, 99)
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
     """In ms, by linear interpolation between the two nearest ranks."""
-    ordered = sorted(values)
-    if not ordered:
+    if not values:
         return {}
-    result = {}
-    for percent in PERCENTILES:
-        position = (len(ordered) - 1) * percent / 100
-        low = int(position)
-        high = min(low + 1, len(ordered) - 1)
-        value = ordered[low] + (ordered[high] - ordered[low]) * (position - low)
-        result[f"p{percent}"] = round(value * 1e3, 3)
-    return result
+    found = np.percentile(values, PERCENTILES).tolist()
+    return {f"p{percent}": round(value * 1e3, 3) for percent, value in zip(PERCENTILES, found, strict=True)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,10 +59,6 @@ class Counts:
     kernels: Counter[Kernel] = field(default_factory=Counter)
     unknown_loops: int = 0  # those whose end depends on data, counted as one pass
 
-    @property
-    def collective_bytes(self) -> int:
-        return sum(c.bytes * n for c, n in self.collectives.items())
-
 
 def count(text: str) -> Counts:
     """Of the text of a compiled program (`Compiled.as_text()`)."""

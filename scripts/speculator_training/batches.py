@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
@@ -24,6 +26,11 @@ class Batch(NamedTuple):
     best: Int[Array, "B L"]  # the target's likeliest next token
     hidden: Float[Array, "B L D"]
     taps: Float[Array, "B L F"]
+
+
+def ahead(x: jax.Array, count: int) -> jax.Array:
+    """[B, L, ...]: of each position what stands `count` after it; zeros after the last."""
+    return jnp.pad(x[:, count:], ((0, 0), (0, count), *((0, 0),) * (x.ndim - 2)))
 
 
 @dataclass(frozen=True)

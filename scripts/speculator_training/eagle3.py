@@ -19,8 +19,9 @@ import numpy as np
 
 from model.config import ModelConfig
 from model.families.registry import read_config
+from model.layers import divided_by_rms
 from model.rope import apply_rope, rope_angles
-from scripts.speculator_training.batches import Batch
+from scripts.speculator_training.batches import Batch, ahead
 from scripts.speculator_training.method import Frozen, Params, Target
 
 OWN = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids")  # of the config, beside a Llama's
@@ -64,7 +65,7 @@ class Eagle3:
         g = _product((batch.taps / self.tap_scales).astype(self.dtype), w["fc.weight"])
         keys, values, states = [], [], []
         for n in range(self.depth):
-            embedded = frozen.embedding[_ahead(batch.tokens, 1 + n)].astype(self.dtype)
+            embedded = frozen.embedding[ahead(batch.tokens, 1 + n)].astype(self.dtype)
             g = self._layer(w, embedded, g, n, keys, values)
             states.append(self._norm(g, w["norm.weight"]))
         return states
@@ -95,9 +96,8 @@ class Eagle3:
         return apply_rope(rope, x.reshape(B * L, heads, H), angles).reshape(x.shape)
 
     def _norm(self, x: jax.Array, scale: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.layer.norm_eps)
-        return (wide * scale.astype(jnp.float32)).astype(x.dtype)
+        normed = divided_by_rms(x.astype(jnp.float32), (-1,), self.layer.norm_eps)
+        return (normed * scale.astype(jnp.float32)).astype(x.dtype)
 
     def logits(self, params: Params, rows: jax.Array, states: jax.Array) -> jax.Array:
         head = params["lm_head.weight"].astype(self.dtype)
@@ -127,11 +127,6 @@ class Eagle3:
 
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.einsum("bld,ed->ble", x, weight, preferred_element_type=jnp.float32).astype(x.dtype)
-
-
-def _ahead(x: jax.Array, count: int) -> jax.Array:
-    """[B, L]: of each position what stands `count` after it; nothing after the last."""
-    return jnp.pad(x[:, count:], ((0, 0), (0, count)))
 
 
 def _attend(q: jax.Array, keys: Sequence[jax.Array], values: Sequence[jax.Array], scale: float) -> jax.Array:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from scripts.speculator_training.batches import Batch
+from scripts.speculator_training.batches import Batch, ahead
 from scripts.speculator_training.method import Frozen, Method, Params, Target
 
 DECAY = 0.8  # of a draft's weight with every draft before it, as in EAGLE-3's code
@@ -30,17 +30,12 @@ def loss(params: Params, frozen: Frozen, batch: Batch, method: Method, target: T
     usable = has_next & may_be_drafted[batch.best]
     total, weights = jnp.zeros(()), 0.0
     for i, states in enumerate(method.states(params, frozen, batch)):
-        counts = (batch.drafted & _ahead(usable, 1 + i)).reshape(-1)
+        counts = (batch.drafted & ahead(usable, 1 + i)).reshape(-1)
         logits = method.logits(params, rows, states.reshape(B * L, -1))
-        of_token = jax.nn.logsumexp(logits, axis=-1) - jnp.sum(_ahead(wanted, 1 + i).reshape(logits.shape) * logits, -1)
+        of_token = jax.nn.logsumexp(logits, axis=-1) - jnp.sum(ahead(wanted, 1 + i).reshape(logits.shape) * logits, -1)
         mean = jnp.sum(jnp.where(counts, of_token, 0)) / jnp.maximum(jnp.sum(counts), 1)
         total, weights = total + DECAY**i * mean, weights + DECAY**i
     return total / weights
-
-
-def _ahead(x: jax.Array, count: int) -> jax.Array:
-    """[B, L, ...]: of each position what stands `count` after it; zeros after the last."""
-    return jnp.pad(x[:, count:], ((0, 0), (0, count), *((0, 0),) * (x.ndim - 2)))
 
 
 @partial(jax.jit, static_argnums=(3,))
@@ -53,7 +48,7 @@ def ranks(params: Params, frozen: Frozen, batch: Batch, method: Method
     index = jnp.full(frozen.output.shape[0], -1).at[frozen.drafted].set(jnp.arange(len(frozen.drafted)))
     found = []
     for i, states in enumerate(method.states(params, frozen, batch)):
-        written = index[_ahead(batch.tokens, 2 + i)].reshape(-1)
+        written = index[ahead(batch.tokens, 2 + i)].reshape(-1)
 
         def place(inputs: tuple[jax.Array, jax.Array]) -> jax.Array:
             states, written = inputs
