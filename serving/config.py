@@ -147,6 +147,7 @@ class ServerConfig:
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     served_model_name: str | None = None  # None: from the model's path
+    served_model_aliases: tuple[str, ...] = ()  # other names that requests may use
     host: str = "127.0.0.1"
     port: int = 8000
     grpc_port: int | None = None  # None: off

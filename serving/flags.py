@@ -41,7 +41,8 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
 def parse_flags(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> ServerConfig:
     """`environment`: where a cluster's launcher may tell which of several hosts this is. Raises ConfigError with one
     line for a bad flag."""
-    args = _parser().parse_args(argv)
+    args = _parser().parse_args([_with_hyphens(arg) for arg in argv])
+    names: list[str] = args.served_model_name or []
     engine = EngineConfig(
         model=args.model,
         tokenizer=args.tokenizer,
@@ -82,7 +83,8 @@ def parse_flags(argv: Sequence[str], environment: Mapping[str, str] | None = Non
     )
     return ServerConfig(
         engine=engine,
-        served_model_name=args.served_model_name,
+        served_model_name=names[0] if names else None,
+        served_model_aliases=tuple(names[1:]),
         host=args.host,
         port=args.port,
         grpc_port=args.grpc_port,
@@ -97,6 +99,12 @@ def parse_flags(argv: Sequence[str], environment: Mapping[str, str] | None = Non
         stream_interval=args.stream_interval,
         shutdown_grace_seconds=args.shutdown_grace_seconds,
     )
+
+
+def _with_hyphens(arg: str) -> str:
+    """`--max_model_len` as `--max-model-len`."""
+    name, *value = arg.split("=", 1)
+    return "=".join([name.replace("_", "-"), *value]) if name.startswith("--") else arg
 
 
 def _json_config(flag: str, kind: type[JsonConfig], text: str) -> JsonConfig:
@@ -114,7 +122,8 @@ def _parser() -> _Parser:
     model.add_argument("--model", default="", metavar="PATH",
                        help="GGUF file, Hugging Face folder or Orbax folder; without it SmolLM2-135M-Instruct")
     model.add_argument("--tokenizer", metavar="PATH", help="tokenizer folder or GGUF file, if not the model's own")
-    model.add_argument("--served-model-name", metavar="NAME", help="name in the API, if not the path's last part")
+    model.add_argument("--served-model-name", nargs="+", metavar="NAME",
+                       help="name in the API, if not the path's last part; answers have the first of several")
     model.add_argument("--chat-template", metavar="FILE", help="Jinja file that replaces the model's chat template")
     model.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default=engine.dtype,
                        help="of weights, activations and KV; auto: bfloat16, on CPUs that are slow at it float32")
@@ -127,7 +136,9 @@ def _parser() -> _Parser:
                          default=engine.attention_backend,
                          help="auto: the device's kernel where it fits, else xla; a kernel on a CPU is simulated")
     for axis, name in PARALLEL_SIZES.items():
-        devices.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"as --mesh {axis}=N")
+        long = f"--{name.replace('_', '-')}"
+        short = "-" + "".join(word[0] for word in name.removesuffix("_size").split("_"))  # vLLM's, as -tp
+        devices.add_argument(long, short, type=int, metavar="N", help=f"as --mesh {axis}=N")
     devices.add_argument("--context-parallel-threshold", type=int, metavar="TOKENS",
                          help="steps of so many tokens and more are shared out over the context axis (default: 1024, "
                          "or a full step where that is less)")
@@ -138,7 +149,7 @@ def _parser() -> _Parser:
                          help='where compiled steps are kept (default: ~/.cache/pageloom/xla; "" turns it off)')
 
     experts = parser.add_argument_group("experts")
-    experts.add_argument("--enable-expert-parallel", action="store_true",
+    experts.add_argument("--enable-expert-parallel", "-ep", action="store_true",
                          help="divide experts over the axes data and tensor, instead of tensor alone")
     experts.add_argument("--all2all-backend", choices=get_args(All2AllBackend), default=engine.all2all_backend,
                          help="how tokens meet experts of other data groups; auto: by bytes and step size")
@@ -150,9 +161,9 @@ def _parser() -> _Parser:
 
     hosts = parser.add_argument_group(
         "hosts", "Without these, what a TPU slice, SLURM or a LeaderWorkerSet says in the environment.")
-    hosts.add_argument("--nnodes", type=int, metavar="N",
+    hosts.add_argument("--nnodes", "-n", type=int, metavar="N",
                        help="hosts that serve the model together; 1: this one alone, whatever the environment says")
-    hosts.add_argument("--node-rank", type=int, metavar="RANK", help="which of them this is; 0 schedules and answers")
+    hosts.add_argument("--node-rank", "-r", type=int, metavar="RANK", help="which of them this is; 0 schedules and answers")
     hosts.add_argument("--master-addr", metavar="HOST", help="address of host 0, as the others reach it")
     hosts.add_argument("--master-port", type=int, metavar="PORT",
                        help=f"on host 0, for jax's coordinator; the next one for steps (default: {DEFAULT_PORT})")
@@ -174,7 +185,7 @@ def _parser() -> _Parser:
     batching.add_argument("--scheduling-policy", choices=("fcfs", "priority"), default=engine.scheduling_policy)
     batching.add_argument("--max-num-waiting", type=int, metavar="N", default=engine.max_num_waiting,
                           help="queued sequences beyond which requests get 429")
-    batching.add_argument("--speculative-config", type=SpeculativeConfig.parse, metavar="JSON",
+    batching.add_argument("--speculative-config", "-sc", type=SpeculativeConfig.parse, metavar="JSON",
                           help='drafts to verify, as {"method": "ngram", "num_speculative_tokens": 5}; '
                           "docs/speculation.md lists methods and keys. Outputs stay what they are, but with "
                           '"rejection_sample_method": "typical", which changes their distribution')
@@ -187,8 +198,8 @@ def _parser() -> _Parser:
     api.add_argument("--host", default=server.host)
     api.add_argument("--port", type=int, default=server.port, help="HTTP; 0: any free port")
     api.add_argument("--grpc-port", type=int, default=server.grpc_port, help="gRPC; off unless given, 0: any free port")
-    api.add_argument("--api-key", action="append", default=[], metavar="KEY",
-                     help="require `Authorization: Bearer KEY`; may be repeated")
+    api.add_argument("--api-key", action="extend", nargs="+", default=[], metavar="KEY",
+                     help="require `Authorization: Bearer KEY` with one of these")
     api.add_argument("--admin-api-key", metavar="KEY", help="key of the admin endpoints, if not the API keys")
     api.add_argument("--enable-auto-tool-choice", action="store_true",
                      help='let the model call tools when it wants to (tool_choice "auto"); needs --tool-call-parser')

@@ -60,6 +60,10 @@ class Service:
         )
 
     @property
+    def model_names(self) -> tuple[str, ...]:
+        return self.model_name, *self.config.served_model_aliases
+
+    @property
     def fingerprint(self) -> str:
         return f"pageloom-{self.version}"
 
@@ -70,8 +74,9 @@ class Service:
         self.engine.check_health()
 
     def check_model(self, name: str | None) -> None:
-        if name and name != self.model_name:
-            raise NotFound(f"The model {name!r} does not exist; this server has {self.model_name!r}")
+        if name and name not in self.model_names:
+            raise NotFound(f"The model {name!r} does not exist; this server has "
+                           f"{' or '.join(map(repr, self.model_names))}")
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if len(text) < THREAD_CHARS:

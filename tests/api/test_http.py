@@ -267,6 +267,16 @@ async def test_the_other_endpoints(serve: Serve) -> None:
         assert (await client.post("/reset_prefix_cache")).json() == {"success": True} and service.engine.flushed == 1
 
 
+async def test_a_model_of_several_names(serve: Serve) -> None:
+    async with client_of(serve(config={"served_model_aliases": ("other",)})) as client:
+        assert [card["id"] for card in (await client.get("/v1/models")).json()["data"]] == ["tiny", "other"]
+        assert (await client.get("/v1/models/other")).json()["id"] == "other"
+        for name in ("tiny", "other"):
+            answer = await client.post(TEXT, json={"prompt": "x", "model": name})
+            assert answer.status_code == 200 and answer.json()["model"] == "tiny"
+        assert_error(await client.post(TEXT, json={"prompt": "x", "model": "third"}), 404, None, "'tiny' or 'other'")
+
+
 async def test_tokenize_and_detokenize(serve: Serve) -> None:
     async with client_of(serve()) as client:
         answer = (await client.post("/tokenize", json={"prompt": "Hello world", "return_token_strs": True})).json()

@@ -27,19 +27,20 @@ from serving.errors import InvalidRequest
 SECRET_FIELDS = ("api_keys", "admin_api_key")
 
 
-def _card(service: Service) -> ModelCard:
-    return ModelCard(id=service.model_name, created=int(service.start_time),
+def _card(service: Service, name: str) -> ModelCard:
+    return ModelCard(id=name, created=int(service.start_time),
                      root=service.config.engine.model or service.model_name,
                      max_model_len=service.engine.info.max_model_len)
 
 
 async def models(service: Service, request: Request) -> Response:
-    return json_response(ModelList(data=[_card(service)]))
+    return json_response(ModelList(data=[_card(service, name) for name in service.model_names]))
 
 
 async def model(service: Service, request: Request) -> Response:
-    service.check_model(request.path_params["model_id"])
-    return json_response(_card(service))
+    name = request.path_params["model_id"]
+    service.check_model(name)
+    return json_response(_card(service, name))
 
 
 async def tokenize(service: Service, request: Request) -> Response:
