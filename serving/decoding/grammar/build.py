@@ -55,7 +55,7 @@ def _main(outputs: StructuredOutputs, kind: str, param: str, lark: Lark) -> str:
         case "json_object":
             return lark.part(schema_part(ANY_OBJECT, form, param))
         case "regex":
-            return lark.regex(_text(outputs.regex, MAX_REGEX_CHARS, param))
+            return lark.regex(_text(outputs.regex, MAX_REGEX_CHARS, param), param, param)
         case "choice":
             return _choice(outputs.choice, param, lark)
         case "grammar":

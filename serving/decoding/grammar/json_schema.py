@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from serving.decoding.grammar.explain import subschemas
 from serving.decoding.grammar.finite import endless
+from serving.decoding.grammar.lark import check_escapes
 from serving.errors import InvalidRequest
 
 MAX_SCHEMA_BYTES = 256 * 1024
@@ -54,7 +55,7 @@ def schema_part(schema: Any, form: JsonForm, param: str) -> dict[str, Any]:
         schema = {} if schema else {"enum": []}
     if "x-guidance" in schema:
         raise InvalidRequest(f"{param} has x-guidance, which is the server's to set", param)
-    _check_numbers(schema, param)
+    _check_keywords(schema, param)
     schema = _mapped(schema, _modern)
     if form.closed:
         schema = _mapped(schema, _closed)
@@ -88,13 +89,17 @@ def _check_depth(schema: Any, param: str) -> None:
         level = [one for ones in inner for one in ones]
 
 
-def _check_numbers(schema: dict[str, Any], param: str, place: str = "") -> None:
+def _check_keywords(schema: dict[str, Any], param: str, place: str = "") -> None:
     multiple = schema.get("multipleOf")
     if isinstance(multiple, int | float) and _units(multiple) > MAX_MULTIPLE_OF:
         raise InvalidRequest(f"{param} at {place or 'its root'}: multipleOf is {multiple}, must be at most "
                              f"{MAX_MULTIPLE_OF} in units of its last decimal", param)
+    if isinstance(pattern := schema.get("pattern"), str):
+        check_escapes(pattern, f"{param} at {place or 'its root'}", param)
+    if schema.get("type") == []:
+        raise InvalidRequest(f"{param} at {place or 'its root'}: type is [], must have at least one type", param)
     for name, inner in subschemas(schema):
-        _check_numbers(inner, param, f"{place}/{name}")
+        _check_keywords(inner, param, f"{place}/{name}")
 
 
 def _units(multiple: float) -> float:

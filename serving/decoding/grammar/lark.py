@@ -7,11 +7,20 @@ from typing import Any
 
 from llguidance import regex_to_lark
 
+from serving.errors import InvalidRequest
+
 TEXT = "/(?s:.*)/"  # any text; special tokens are none
 
 
 def quote(text: str) -> str:
     return json.dumps(text)
+
+
+def check_escapes(pattern: str, place: str, param: str) -> None:
+    """llguidance passes over a last backslash."""
+    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
+        raise InvalidRequest(f"{place}: the regular expression ends in half an escape sequence, a single backslash",
+                             param)
 
 
 class Lark:
@@ -56,8 +65,9 @@ class Lark:
         head = self.rule(f"{TEXT} {quote(first)}", "[lazy]")
         return f"{head} {self.literal(''.join(rest))}" if rest else head
 
-    def regex(self, pattern: str) -> str:
-        r"""\d means ASCII digits; the rest is Rust's `regex`, much as Python's `re`."""
+    def regex(self, pattern: str, place: str, param: str) -> str:
+        r"""\d means ASCII digits; the rest is Rust's `regex`, much as Python's `re`. Raises InvalidRequest."""
+        check_escapes(pattern, place, param)
         return f"/{regex_to_lark(pattern, 'd')}/"
 
     def any_of(self, expressions: Iterable[str]) -> str:

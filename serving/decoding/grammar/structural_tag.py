@@ -137,7 +137,7 @@ class _Writer:
 
     def _regex(self, value: Mapping[str, Any], place: str, depth: int) -> str:
         self.only(value, place, "type", "pattern")
-        return self._lark.regex(self.get(value, "pattern", str, place))
+        return self._lark.regex(self.get(value, "pattern", str, place), f"{place}.pattern", self._param)
 
     def _grammar(self, value: Mapping[str, Any], place: str, depth: int) -> str:
         self.only(value, place, "type", "grammar")
