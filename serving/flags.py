@@ -163,7 +163,8 @@ def _parser() -> _Parser:
         "hosts", "Without these, what a TPU slice, SLURM or a LeaderWorkerSet says in the environment.")
     hosts.add_argument("--nnodes", "-n", type=int, metavar="N",
                        help="hosts that serve the model together; 1: this one alone, whatever the environment says")
-    hosts.add_argument("--node-rank", "-r", type=int, metavar="RANK", help="which of them this is; 0 schedules and answers")
+    hosts.add_argument("--node-rank", "-r", type=int, metavar="RANK",
+                       help="which of them this is; 0 schedules and answers")
     hosts.add_argument("--master-addr", metavar="HOST", help="address of host 0, as the others reach it")
     hosts.add_argument("--master-port", type=int, metavar="PORT",
                        help=f"on host 0, for jax's coordinator; the next one for steps (default: {DEFAULT_PORT})")
