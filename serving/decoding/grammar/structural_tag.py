@@ -4,7 +4,8 @@ Two notations, as in vLLM: the older one,
 
     {"type": "structural_tag", "structures": [{"begin": "<f>", "schema": {...}, "end": "</f>"}], "triggers": ["<f"]}
 
-and XGrammar's, {"type": "structural_tag", "format": F}, where F is one of FORMATS, nested.
+and XGrammar's, {"type": "structural_tag", "format": F}, where F is one of FORMATS, nested. The outermost type may be left
+out, as the gateway does.
 """
 
 import json
@@ -28,7 +29,7 @@ def tag_expression(tag: Any, form: JsonForm, param: str, lark: Lark) -> str:
             tag = json.loads(tag)
         except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"{param} is not JSON: {error}", param) from error
-    if not isinstance(tag, Mapping) or tag.get("type") != "structural_tag":
+    if not isinstance(tag, Mapping) or tag.get("type", "structural_tag") != "structural_tag":
         raise InvalidRequest(f"{param} must be an object whose type is 'structural_tag'", param)
     writer = _Writer(form, param, lark)
     if "format" in tag:

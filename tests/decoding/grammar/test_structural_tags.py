@@ -1,5 +1,6 @@
 """Free text with parts that follow a schema, in both notations."""
 
+import json
 from typing import Any
 
 import pytest
@@ -55,6 +56,19 @@ def test_tags(grammars: Grammars, form: dict, good: list[str], bad: list[str]) -
         assert grammars.accepts(grammars.matcher(structural_tag=tag), text), text
     for text in bad:
         assert not grammars.accepts(grammars.matcher(structural_tag=tag), text), text
+
+
+def test_what_the_gateway_forces_calls_with(grammars: Grammars) -> None:
+    """smg 1.13 with --tool-call-parser mistral: no type at the top."""
+    tag = {"format": {"type": "triggered_tags", "triggers": ["[TOOL_CALLS]"], "at_least_one": True, "tags": [{
+        "begin": "[TOOL_CALLS] [", "end": "]", "content": {
+            "type": "tags_with_separator", "separator": ", ", "at_least_one": True, "tags": [
+                {"begin": '{"name": "f", "arguments": ', "end": "}",
+                 "content": {"type": "json_schema", "json_schema": obj(x=INT)}}]}}]}}  # fmt: skip
+    call = '{"name": "f", "arguments": {"x": 1}}'
+    for text in (f"[TOOL_CALLS] [{call}]", f"[TOOL_CALLS] [{call}, {call}]"):
+        assert grammars.accepts(grammars.matcher(structural_tag=json.dumps(tag)), text)
+    assert not grammars.accepts(grammars.matcher(structural_tag=json.dumps(tag)), "[TOOL_CALLS] []")
 
 
 def test_once_triggered_the_rest_of_the_begin_is_forced(grammars: Grammars) -> None:
