@@ -35,6 +35,11 @@ class Kernels:
             return self.attention.layout(self.num_kv_layers, num_pages)
         return self.attention.layout(self.num_kv_layers, num_pages, self.num_kv_heads)
 
+    def kv_pages(self, config: ModelConfig, rules: AxisRules, num_pages: int) -> jax.ShapeDtypeStruct:
+        """All of them, with the sharding that their axes ask for. num_pages: of all data groups."""
+        layout = self.kv_layout(config, num_pages)
+        return jax.ShapeDtypeStruct(layout.shape, layout.dtype, sharding=rules.sharding(layout.axes, layout.shape))
+
 
 def model_rules(config: ModelConfig, mesh: jax.sharding.Mesh, options: ExpertOptions = DEFAULT) -> AxisRules:
     """Raises MeshError where the model cannot be divided as the mesh wants."""

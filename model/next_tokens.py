@@ -50,27 +50,28 @@ def sample(
     shaped = shaped_logits(logits, every, positions, flags, state, vocabulary)
     most, best = vocabulary.best(shaped)
 
-    def chosen() -> tuple[Int[Array, "S J"], Accepted]:
-        accepted = accept(best.reshape(num_rows, num_sampled), positions)
-        return accepted.of_path(best.reshape(num_rows, num_sampled)), accepted
+    def by_row(x: Array) -> Array:
+        return x.reshape(num_rows, num_sampled, *x.shape[1:])
+
+    def verified(token: Int[Array, " R"]) -> tuple[Int[Array, "S J"], Accepted]:
+        accepted = accept(by_row(token), positions)
+        return accepted.of_path(by_row(token)), accepted
 
     def drawn() -> tuple[Int[Array, "S J"], Accepted]:
         weights = shaped_weights(shaped, most, every, flags, vocabulary)
         if typical is not None:
-            return accept_typical(weights, best, positions, rows, typical, vocabulary)
+            return accept_typical(weights, by_row(best), positions, rows, typical, vocabulary)
         if drawn_from is None or not positions.drafts.shape[1]:
-            token = jnp.where(every.temperature > 0, race(weights, every, vocabulary), best)
-            accepted = accept(token.reshape(num_rows, num_sampled), positions)
-            return accepted.of_path(token.reshape(num_rows, num_sampled)), accepted
+            return verified(jnp.where(every.temperature > 0, race(weights, every, vocabulary), best))
         weights = weights.reshape(num_rows, num_sampled, -1)[..., : logits.shape[1]]
-        verdict = reject(weights, best.reshape(num_rows, num_sampled), positions.drafts, drawn_from,
-                         positions.used.sum(1, dtype=jnp.int32), rows, vocabulary)  # fmt: skip
+        verdict = reject(weights, by_row(best), positions.drafts, drawn_from, positions.used.sum(1, dtype=jnp.int32),
+                         rows, vocabulary)  # fmt: skip
         accepted = accept_first(verdict.accepted, num_sampled)
         drafts = jnp.pad(positions.drafts, ((0, 0), (0, 1)))
         last = jnp.arange(num_sampled) == verdict.accepted[:, None]
         return jnp.where(last, verdict.token[:, None], drafts), accepted
 
-    tokens, accepted = lax.cond(flags.random, drawn, chosen)
+    tokens, accepted = lax.cond(flags.random, drawn, lambda: verified(best))
     counted = accepted.is_on_path & rows.samples[:, None]
     counts = lax.cond(
         flags.penalized,
@@ -80,12 +81,8 @@ def sample(
     )
 
     def scored() -> TokenLogprobs:
-        by_row = (num_rows, num_sampled)
-        on_path = logits if num_sampled == 1 else accepted.of_path(logits.reshape(*by_row, -1)).reshape(logits.shape)
-        logprobs = token_logprobs(on_path, tokens.reshape(-1), num_logprobs=num_logprobs, vocabulary=vocabulary)
-        return jax.tree.map(lambda x: x.reshape(*by_row, *x.shape[1:]), logprobs)
+        on_path = logits if num_sampled == 1 else accepted.of_path(by_row(logits)).reshape(logits.shape)
+        return token_logprobs(on_path, tokens.reshape(-1), num_logprobs=num_logprobs, vocabulary=vocabulary)
 
-    empty = jax.tree.map(lambda x: x.reshape(num_rows, num_sampled, *x.shape[1:]),
-                         no_logprobs(num_rows * num_sampled, num_logprobs))  # fmt: skip
-    logprobs = lax.cond(flags.logprobs, scored, lambda: empty)
-    return Sampled(tokens, accepted, logprobs), state._replace(output_counts=counts)
+    logprobs = lax.cond(flags.logprobs, scored, lambda: no_logprobs(len(logits), num_logprobs))
+    return Sampled(tokens, accepted, jax.tree.map(by_row, logprobs)), state._replace(output_counts=counts)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from model.sampling import SamplingRows
-from model.verification import Accepted, Positions
+from model.verification import Accepted, Positions, kept_of
 from model.vocabulary import Vocabulary
 
 _UNLIKELY = -1e30  # a log-probability, finite
@@ -30,13 +30,12 @@ class Typical(NamedTuple):
 
 
 def accept_typical(
-    weights: Float[Array, "R w 128"], best: Int[Array, " R"], positions: Positions, rows: SamplingRows,
+    weights: Float[Array, "R w 128"], best: Int[Array, "S J"], positions: Positions, rows: SamplingRows,
     typical: Typical, vocabulary: Vocabulary,
 ) -> tuple[Int[Array, "S J"], Accepted]:  # fmt: skip
     """(the accepted drafts and the token after them, of each row). weights: what p is proportional to at each position;
     best: its best token. One collective."""
     S, K = positions.drafts.shape
-    best = best.reshape(S, K + 1)
     flat = weights.reshape(S, K + 1, -1)
     place, mine = vocabulary.here(positions.drafts)
     row = jnp.arange(S)
@@ -73,10 +72,3 @@ def _longest(fits, likelihood, best, positions: Positions) -> tuple[Int[Array, "
     drafts = jnp.pad(positions.drafts, ((0, 0), (1, 0)))  # by position
     following = jnp.roll(jnp.take_along_axis(drafts, path, axis=1), -1, axis=1)
     return jnp.where(step < count[:, None], following, accepted.of_path(best)), accepted
-
-
-def kept_of(path: Int[Array, "S J"], count: Int[Array, " S"]) -> Int[Array, " S"]:
-    """See `Accepted`."""
-    step = jnp.arange(1, path.shape[1], dtype=jnp.int32)
-    in_place = (path[:, 1:] == step) & (step <= count[:, None])
-    return jnp.cumprod(in_place, axis=1, dtype=jnp.int32).sum(1)

@@ -100,8 +100,15 @@ def accept(sampled: Int[Array, "S J"], positions: Positions) -> Accepted:
     first = jnp.zeros(len(sampled), jnp.int32), jnp.ones(len(sampled), bool)
     _, (path, alive) = lax.scan(step, first, None, length=drafts.shape[1])
     path = jnp.concatenate([first[0][None], path]).T
-    in_place = alive.T & (path[:, 1:] == jnp.arange(1, path.shape[1]))
-    return Accepted(path, alive.sum(0, dtype=jnp.int32), jnp.cumprod(in_place, axis=1, dtype=jnp.int32).sum(1))
+    number = alive.sum(0, dtype=jnp.int32)
+    return Accepted(path, number, kept_of(path, number))
+
+
+def kept_of(path: Int[Array, "S J"], number: Int[Array, " S"]) -> Int[Array, " S"]:
+    """See `Accepted`."""
+    step = jnp.arange(1, path.shape[1], dtype=jnp.int32)
+    in_place = (path[:, 1:] == step) & (step <= number[:, None])
+    return jnp.cumprod(in_place, axis=1, dtype=jnp.int32).sum(1)
 
 
 def accept_first(count: Int[Array, " S"], num_sampled: int) -> Accepted:

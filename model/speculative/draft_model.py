@@ -35,9 +35,7 @@ class DraftModel(nnx.Module):
         self.sampling: DraftSampling = sampling
 
     def state_shapes(self, num_pages: int) -> jax.ShapeDtypeStruct:
-        layout = self.kernels.kv_layout(self.model.config, self.spares.with_spares(num_pages))
-        sharding = self.model.rules.sharding(layout.axes, layout.shape)
-        return jax.ShapeDtypeStruct(layout.shape, layout.dtype, sharding=sharding)
+        return self.kernels.kv_pages(self.model.config, self.model.rules, self.spares.with_spares(num_pages))
 
     def propose(self, state: jax.Array, settled: Settled, batch: StepBatch, rows: SamplingRows, num_drafts: int,
                 embedding: jax.Array, output_matrix: jax.Array) -> tuple[Drafts, jax.Array]:  # fmt: skip

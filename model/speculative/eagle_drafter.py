@@ -45,9 +45,7 @@ class EagleDrafter(nnx.Module):
         assert spares.guesses >= num_guesses(tree, max_drafts)
 
     def state_shapes(self, num_pages: int) -> jax.ShapeDtypeStruct:
-        layout = self.kernels.kv_layout(self.network.config, self.spares.with_spares(num_pages))
-        sharding = self.network.rules.sharding(layout.axes, layout.shape)
-        return jax.ShapeDtypeStruct(layout.shape, layout.dtype, sharding=sharding)
+        return self.kernels.kv_pages(self.network.config, self.network.rules, self.spares.with_spares(num_pages))
 
     def propose(self, state: jax.Array, settled: Settled, batch: StepBatch, rows: SamplingRows, num_drafts: int,
                 embedding: jax.Array, output_matrix: jax.Array) -> tuple[Drafts, jax.Array]:  # fmt: skip

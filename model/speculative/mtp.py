@@ -70,9 +70,7 @@ class MTP(nnx.Module):
         self.stack = LayerStack(config, spec, spec, rules, attention.attend, kernels.experts, rngs=rngs, dtype=dtype)
 
     def state_shapes(self, num_pages: int) -> jax.ShapeDtypeStruct:
-        layout = self.kernels.kv_layout(self.config, self.spares.with_spares(num_pages))
-        sharding = self.rules.sharding(layout.axes, layout.shape)
-        return jax.ShapeDtypeStruct(layout.shape, layout.dtype, sharding=sharding)
+        return self.kernels.kv_pages(self.config, self.rules, self.spares.with_spares(num_pages))
 
     def __call__(self, kv_pages: jax.Array, batch: StepBatch, states: Float[Array, "T D"],
                  embedding: Float[Array, "V D"]) -> tuple[Float[Array, "T D"], jax.Array]:  # fmt: skip

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from model.build import choose_kernels, model_rules, model_shapes
@@ -34,9 +33,7 @@ def compile_step(target: Target, step: StepConfig, backend_name: str, shape: Ste
     page_size = PAGE_SIZE[target.device.platform] * mesh.shape["context"]
     kernels = choose_kernels(config, rules, dtype, attention_backend=backend_name, page_size=page_size,
                              options=options)  # fmt: skip
-    one_page = kernels.kv_layout(config, 1)
-    page = jax.ShapeDtypeStruct(one_page.shape, one_page.dtype, sharding=rules.sharding(one_page.axes, one_page.shape))
-    page_bytes = bytes_per_device(page)
+    page_bytes = bytes_per_device(kernels.kv_pages(config, rules, 1))
     num_pages = step.kv_bytes // page_bytes
     model = model_shapes(config, rules, kernels, dtype)
     model = with_params(model, param_shapes(model))  # type: ignore[arg-type]

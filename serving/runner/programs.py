@@ -17,7 +17,7 @@ from model.typical_acceptance import Typical
 from serving.config import MAX_LOGPROBS
 from serving.runner.packing import packed_size
 from serving.runner.shapes import StepShape
-from serving.runner.step import DeviceState, run_step, state_shapes, with_shardings
+from serving.runner.step import DeviceState, run_step, state_shapes
 
 
 class StepProgram:
@@ -37,21 +37,13 @@ class StepProgram:
 
     def state_shapes(self, num_pages: int) -> DeviceState:
         """With their shardings. num_pages: of each data group."""
-        groups = self._rules.num_groups
-        layout = self._kernels.kv_layout(self._config, groups * num_pages)
-        with_experts = sum(layer.moe is not None for layer in self._config.layers)
-        experts = (with_experts, self._config.num_experts) if self._config.num_experts is not None else None
-        vocab_size, num_drafts = self._config.vocab_size, self._num_drafts
-        shapes = state_shapes(layout, groups, self._max_num_seqs, vocab_size, experts, num_drafts)
-        shapes = with_shardings(self._rules, shapes, layout.axes)
-        if self.drafter is None:
-            return shapes
-        drawn_from = None
-        if self.drafter.probabilistic:
-            size = (shapes.last_token.shape[0], num_drafts, vocab_size)
-            sharding = self._rules.sharding(("slots", None, "vocab"), size)
-            drawn_from = jax.ShapeDtypeStruct(size, jnp.float32, sharding=sharding)
-        return shapes._replace(drafter=self.drafter.state_shapes(groups * num_pages), drawn_from=drawn_from)
+        config, drafter, num_pages = self._config, self.drafter, self._rules.num_groups * num_pages
+        with_experts = sum(layer.moe is not None for layer in config.layers)
+        experts = (with_experts, config.num_experts) if config.num_experts is not None else None
+        shapes = state_shapes(self._rules, self._kernels.kv_pages(config, self._rules, num_pages), self._max_num_seqs,
+                              config.vocab_size, experts, self._num_drafts,
+                              keeps_drawn=drafter is not None and drafter.probabilistic)  # fmt: skip
+        return shapes if drafter is None else shapes._replace(drafter=drafter.state_shapes(num_pages))
 
     def step(self, shape: StepShape, state: DeviceState, row_pages: int) -> tuple[Any, tuple[Any, ...]]:
         """(jitted step, arguments to lower it with). row_pages: of a sequence of full length."""

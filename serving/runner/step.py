@@ -21,8 +21,6 @@ from model.speculative.drafter import DeviceDrafter, Drafts, Settled
 from model.transformer import Transformer
 from model.typical_acceptance import Typical
 from model.verification import DraftRows, Positions, following_tokens, positions_of, settled_order, tree_mask
-from pallas_kernels.latent_attention.api import LatentLayout
-from pallas_kernels.ragged_paged_attention.api import KVLayout
 from serving.runner.packing import StepInputs, unpack
 from serving.runner.shapes import StepShape
 from sharding.rules import Axes, AxisRules
@@ -54,35 +52,24 @@ _MASK: Axes = ("slots", None, None)
 _DRAWN_FROM: Axes = ("slots", None, "vocab")
 
 
-def state_shapes(layout: KVLayout | LatentLayout, num_groups: int, max_num_seqs: int, vocab_size: int,
-                 experts: tuple[int, int] | None = None, num_drafts: int = 0) -> DeviceState:  # fmt: skip
-    """layout: of the pages of all groups. max_num_seqs: of one group. experts: (Lm, E), if there are any. num_drafts:
-    the most that a row may have."""
-    slots = num_groups * (max_num_seqs + 1)
+def state_shapes(rules: AxisRules, kv_pages: Any, max_num_seqs: int, vocab_size: int,
+                 experts: tuple[int, int] | None = None, num_drafts: int = 0, *, keeps_drawn: bool = False
+                 ) -> DeviceState:  # fmt: skip
+    """Each with the sharding that its logical axes ask for. kv_pages: of all groups. max_num_seqs: of one group.
+    experts: (Lm, E), if there are any. num_drafts: the most that a row may have. keeps_drawn: their distributions, too.
+    """
+    slots = rules.num_groups * (max_num_seqs + 1)
 
-    def make() -> DeviceState:
-        bias, seen, counts = (jnp.zeros((slots, vocab_size), dtype) for dtype in (jnp.float32, bool, jnp.int32))
-        mask = jnp.zeros((slots, num_drafts + 1, -(-vocab_size // 32)), jnp.int32)
-        kv_pages = jnp.zeros(layout.shape, layout.dtype)
-        load = None if experts is None else jnp.zeros(experts, jnp.uint32)
-        return DeviceState(kv_pages, jnp.zeros(slots, jnp.int32), SamplingState(bias, seen, counts, mask), load)
+    def shape(axes: Axes, size: tuple[int, ...], dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct(size, dtype, sharding=rules.sharding(axes, size))
 
-    return jax.eval_shape(make)
-
-
-def with_shardings(rules: AxisRules, shapes: DeviceState, kv_axes: Axes = KVLayout.axes) -> DeviceState:
-    """The same shapes, each with the sharding that its logical axes ask for."""
-
-    def shard(shape: Any, axes: Axes) -> Any:
-        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=rules.sharding(axes, shape.shape))
-
-    bias, seen, counts, mask = shapes.sampling
-    of_vocab = (shard(x, _OF_VOCAB) for x in (bias, seen, counts))
-    return shapes._replace(
-        kv_pages=shard(shapes.kv_pages, kv_axes),
-        last_token=shard(shapes.last_token, ("slots",)),
-        sampling=SamplingState(*of_vocab, mask=shard(mask, _MASK)),
-        expert_load=None if shapes.expert_load is None else shard(shapes.expert_load, (None, None)),
+    of_vocab = (shape(_OF_VOCAB, (slots, vocab_size), dtype) for dtype in (jnp.float32, bool, jnp.int32))
+    return DeviceState(
+        kv_pages=kv_pages,
+        last_token=shape(("slots",), (slots,), jnp.int32),
+        sampling=SamplingState(*of_vocab, mask=shape(_MASK, (slots, num_drafts + 1, -(-vocab_size // 32)), jnp.int32)),
+        expert_load=None if experts is None else shape((None, None), experts, jnp.uint32),
+        drawn_from=shape(_DRAWN_FROM, (slots, num_drafts, vocab_size), jnp.float32) if keeps_drawn else None,
     )
 
 
@@ -156,7 +143,7 @@ def _fed(rules: AxisRules, inputs: StepInputs, last_token: Int[Array, " U"], sha
     batch = inputs.batch
 
     def local(tokens, from_device, slots, last_token, positions, cu_q_lens, drafts: DraftRows | None):
-        (tokens,) = _feed(tokens, from_device, slots, last_token)
+        tokens = _feed(tokens, from_device, slots, last_token)
         if drafts is None or not shape.tree_words:
             return tokens, positions, ()
         family = positions_of(drafts, tokens, cu_q_lens, shape.num_drafts)
@@ -224,8 +211,8 @@ def _where_wanted(rules: AxisRules, wanted: Bool[Array, ""], of_group: TokenLogp
 
 
 def _feed(tokens: Int[Array, " T"], from_device: Bool[Array, " T"], slots: Int[Array, " S"],
-          last_token: Int[Array, " U"]) -> tuple[Int[Array, " T"]]:  # fmt: skip
+          last_token: Int[Array, " U"]) -> Int[Array, " T"]:  # fmt: skip
     """Decode rows come first: row s owns token s, which may be known to the device only."""
     num_rows = len(slots)
     fed = jnp.where(from_device[:num_rows], last_token[slots], tokens[:num_rows])
-    return (tokens.at[:num_rows].set(fed),)
+    return tokens.at[:num_rows].set(fed)

@@ -46,7 +46,7 @@ def sampling_rows(temperature: np.ndarray) -> SamplingRows:
 def accepted_tokens(p, positions: Positions, temperature: np.ndarray, typical=PUBLISHED) -> list[list[int]]:
     """Of each row the accepted drafts and the token after them; checks the path on the way."""
     weights = in_lanes(jnp.asarray(p.reshape(-1, p.shape[-1])) * 3, fill=0)  # p up to a factor
-    best = jnp.asarray(p.argmax(-1).reshape(-1), jnp.int32)
+    best = jnp.asarray(p.argmax(-1), jnp.int32)
     judge = jax.jit(accept_typical, static_argnames=("typical", "vocabulary"))
     tokens, accepted = judge(weights, best, positions, sampling_rows(temperature), typical=typical,
                              vocabulary=Vocabulary(size=p.shape[-1]))  # fmt: skip
@@ -108,7 +108,7 @@ def test_slices_of_the_vocabulary_give_the_same():
     alike, sliced = PartitionSpec(), PartitionSpec(None, "tensor")
     on_slices = jax.jit(jax.shard_map(judge, mesh=mesh, in_specs=(sliced, alike, alike, alike), out_specs=alike,
                                       check_vma=False))  # fmt: skip
-    tokens, accepted = on_slices(jnp.asarray(p.reshape(-1, 200)), best.reshape(-1), positions, rows)
+    tokens, accepted = on_slices(jnp.asarray(p.reshape(-1, 200)), best, positions, rows)
     found = [row[: n + 1].tolist() for row, n in zip(np.asarray(tokens), np.asarray(accepted.number), strict=True)]
     assert found == accepted_tokens(p, positions, np.asarray(rows.temperature))
 
