@@ -4,8 +4,8 @@ Two notations, as in vLLM: the older one,
 
     {"type": "structural_tag", "structures": [{"begin": "<f>", "schema": {...}, "end": "</f>"}], "triggers": ["<f"]}
 
-and XGrammar's, {"type": "structural_tag", "format": F}, where F is one of FORMATS, nested. The outermost type may be left
-out, as the gateway does.
+and XGrammar's, {"type": "structural_tag", "format": F}, where F is one of FORMATS, nested. The outermost type may be
+left out, as the gateway does.
 """
 
 import json
