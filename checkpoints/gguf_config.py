@@ -67,9 +67,7 @@ def hf_config(file: GGUFFile, location: str) -> dict[str, Any]:
         "vocab_size": file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else 0,
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
-    if has("attention.key_length"):
-        config["head_dim"] = count("attention.key_length")
-    head_dim = config.get("head_dim", hidden // heads)
+    head_dim = config["head_dim"] = count("attention.key_length", hidden // heads)
     if get("rope.dimension_count", head_dim) != head_dim:
         raise CheckpointError(f"{location}: rope.dimension_count is {get('rope.dimension_count')}, only the head size "
                               f"{head_dim} is supported")  # fmt: skip

@@ -81,6 +81,7 @@ class LatentConfig:
     nope_dim: int  # of a head, not rotated
     value_dim: int  # of a head
     query_rank: int | None  # queries pass through this many numbers; None: they do not
+    norm_eps: float = 1e-6  # of the latents, whatever other norms have
 
     def __post_init__(self) -> None:
         for name in ("latent_dim", "rope_dim", "nope_dim", "value_dim", "query_rank"):

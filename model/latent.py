@@ -7,6 +7,7 @@ Axis letters: T tokens, D model dim, N heads, R latent numbers, C numbers of a q
 (not rotated and rotated), W value dim.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -31,11 +32,12 @@ class LatentAttention(nnx.Module):
         self.rules, self.attention, self.rope, self.of = rules, attention, spec.rope, of
         self.scale, self.soft_cap = config.attention_scale, config.attention_soft_cap
         make = partial(param, rngs=rngs, dtype=dtype)
+        norm = partial(RMSNorm, config=replace(config, norm_eps=of.norm_eps), rngs=rngs, dtype=dtype)
         self.q_down = None if C is None else make((D, C), ("embed", None))
-        self.q_norm = None if C is None else RMSNorm((C,), (None,), config, rngs=rngs, dtype=dtype)
+        self.q_norm = None if C is None else norm((C,), (None,))
         self.q = make((C or D, N, H), (None, "heads", "head_dim"))
         self.kv_down = make((D, R + of.rope_dim), ("embed", None))
-        self.kv_norm = RMSNorm((R,), ("latent",), config, rngs=rngs, dtype=dtype)
+        self.kv_norm = norm((R,), ("latent",))
         self.k_up = make((R, N, of.nope_dim), ("latent", "heads", "head_dim"))
         self.v_up = make((R, N, of.value_dim), ("latent", "heads", "head_dim"))
         self.o = make((N, of.value_dim, D), ("heads", "head_dim", "embed"))

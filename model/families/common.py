@@ -10,12 +10,12 @@ from model.families.rope import Parameters, Rotary, reach, resolve
 # Keys of a Hugging Face config that do not change what an inference run computes.
 _NEUTRAL = frozenset(
     """
-    _attn_implementation_autoset _name_or_path architectures attention_dropout auto_map bos_token_id
-    cache_implementation chunk_size_feed_forward dtype embd_pdrop eos_token_id for_llm_compressor id2label
-    initializer_range is_encoder_decoder is_llama_config label2id model_type output_attentions output_hidden_states
-    output_router_logits pad_token_id pretraining_tp problem_type resid_pdrop return_dict rope_interleaved
-    router_aux_loss_coef router_jitter_noise tokenizer_class torch_dtype transformers.js_config transformers_version
-    unsloth_fixed unsloth_version use_cache
+    _attn_implementation _attn_implementation_autoset _model_name_or_path _name_or_path architectures attention_dropout
+    auto_map bos_token_id cache_implementation chunk_size_feed_forward dtype embd_pdrop eos_token_id for_llm_compressor
+    id2label initializer_range is_encoder_decoder is_llama_config label2id model_type output_attentions
+    output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type resid_pdrop return_dict
+    rope_interleaved router_aux_loss_coef router_jitter_noise tokenizer_class torch_dtype transformers.js_config
+    transformers_version unk_token_id unsloth_fixed unsloth_version use_cache
     """.split()
 )
 
@@ -33,16 +33,19 @@ class ConfigReader:
     def __init__(self, hf: Mapping[str, Any], context: int | None = None):
         """context: the longest sequence that will be served; None: the longest that the model can."""
         self._hf, self._context = hf, context
+        self._assumed: dict[str, Any] = {}
         self._taken: set[str] = set(_NEUTRAL)
 
-    def take(self, key: str, default: Any = None) -> Any:
-        self._taken.add(key)
-        value = self._hf.get(key)
-        return default if value is None else value
+    def assume(self, **values: Any) -> None:
+        """What a config of this family means that says nothing about these keys, not even null: transformers' own
+        defaults where they are not those of most families. Those assumed first count."""
+        self._assumed = values | self._assumed
 
-    def has(self, key: str) -> bool:
-        """Whether the config says anything about it, be it null."""
-        return key in self._hf
+    def take(self, key: str, default: Any = None) -> Any:
+        """default: for null, too."""
+        self._taken.add(key)
+        value = self._hf.get(key, self._assumed.get(key))
+        return default if value is None else value
 
     def take_dict(self, key: str) -> dict[str, Any]:
         value = self.take(key, {})
@@ -50,9 +53,9 @@ class ConfigReader:
             raise UnsupportedModel(f"config.json: {key}={value!r} must be an object")
         return dict(value)
 
-    def nested(self, key: str, defaults: Mapping[str, Any]) -> "ConfigReader":
+    def nested(self, key: str) -> "ConfigReader":
         """A reader of the config within this one. Whoever asks for it finishes it."""
-        return ConfigReader({**defaults, **self.take_dict(key)}, self._context)
+        return ConfigReader(self.take_dict(key), self._context)
 
     def require(self, key: str) -> Any:
         value = self.take(key)
@@ -79,10 +82,8 @@ class ConfigReader:
         `rope_parameters` that holds all. names: what this family calls scalings. `fields` go to RopeConfig."""
         parameters = self.take_dict("rope_parameters")
         scaling = self.take_dict("rope_scaling") or parameters
-        theta = self.take("rope_theta", parameters.get("rope_theta", 10_000.0))
-        partial = self.take("partial_rotary_factor", parameters.get("partial_rotary_factor", partial))
-        for key in ("rope_theta", "partial_rotary_factor"):
-            scaling.pop(key, None)
+        theta = scaling.pop("rope_theta", self.take("rope_theta", 10_000.0))
+        partial = scaling.pop("partial_rotary_factor", self.take("partial_rotary_factor", partial))
         for key in scaling.keys() & {"rope_type", "type"}:
             scaling[key] = names.get(scaling[key], scaling[key])
         original = self.take("original_max_position_embeddings")
@@ -118,16 +119,19 @@ class ConfigReader:
         return reach(scaling.get("full_attention") or scaling, self._max_position())
 
     def finish(self) -> None:
+        if (quantized := self._hf.get("quantization_config")) is not None:
+            kind = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+            raise UnsupportedModel(f"config.json: quantization_config of {kind!r}: quantized checkpoints are not "
+                                   f"supported; use a copy of the model in bfloat16")  # fmt: skip
         unread = sorted(set(self._hf) - self._taken)
         if unread:
             raise UnsupportedModel(f"config.json has keys that this model family does not know: {', '.join(unread)}")
 
 
-def base_fields(reader: ConfigReader, *, tied: bool = False, head_dim: int | None = None) -> dict[str, Any]:
-    """The fields that all Llama-like configs share, all but `layers`. tied, head_dim: what the family means where its
-    config says nothing."""
+def base_fields(reader: ConfigReader) -> dict[str, Any]:
+    """The fields that all Llama-like configs share, all but `layers`."""
     hidden, heads = int(reader.require("hidden_size")), int(reader.require("num_attention_heads"))
-    head_dim = int(reader.take("head_dim", head_dim or hidden // heads))
+    head_dim = int(reader.take("head_dim", hidden // heads))
     if head_dim < 1:
         raise ValueError(f"{head_dim=} must be at least 1")
     eos = reader.take("eos_token_id", ())
@@ -141,7 +145,7 @@ def base_fields(reader: ConfigReader, *, tied: bool = False, head_dim: int | Non
         head_dim=head_dim,
         max_position=reader.max_position(),
         norm_eps=float(reader.take("rms_norm_eps", 1e-6)),
-        tie_embeddings=bool(reader.take("tie_word_embeddings", tied)),
+        tie_embeddings=bool(reader.take("tie_word_embeddings", False)),
         attention_scale=head_dim**-0.5,
         bos_id=reader.take("bos_token_id"),
         eos_ids=tuple(map(int, eos)) if isinstance(eos, list | tuple) else (int(eos),),

@@ -19,6 +19,7 @@ PREDICTORS = ("model.layers.{layers}.*",)
 
 def read_v2(reader: ConfigReader) -> ModelConfig:
     """Softmax scores; a group counts as its best expert."""
+    reader.assume(q_lora_rank=1536, n_shared_experts=2)
     reader.insist("scoring_func", "softmax")
     reader.insist("norm_topk_prob", False)
     reader.insist("topk_method", "greedy", "group_limited_greedy")
@@ -29,6 +30,8 @@ def read_v2(reader: ConfigReader) -> ModelConfig:
 
 def read_v3(reader: ConfigReader) -> ModelConfig:
     """Sigmoid scores, with a bias that chooses only; a group counts as the sum of its two best experts."""
+    reader.assume(max_position_embeddings=4096, q_lora_rank=1536, n_shared_experts=1, n_group=8, topk_group=4,
+                  first_k_dense_replace=3, routed_scaling_factor=2.5)  # fmt: skip
     reader.insist("scoring_func", "sigmoid")
     reader.insist("topk_method", "noaux_tc")
     reader.insist("num_nextn_predict_layers", 0, 1)
@@ -46,7 +49,6 @@ def _read(reader: ConfigReader, routing: dict[str, Any], pairs: str) -> ModelCon
     reader.insist("moe_layer_freq", 1)
     for key in ("attention_bias", "mlp_bias"):
         reader.insist(key, False)
-    reader.insist("rms_norm_eps", 1e-6)  # the latents' norms have this, whatever the config says
     for key in ("aux_loss_alpha", "ep_size", "head_dim", "num_key_value_heads", "qk_head_dim", "seq_aux"):
         reader.take(key)  # of training, or said by other keys
     rank = reader.take("q_lora_rank")

@@ -14,32 +14,35 @@ _GELU = "gelu_pytorch_tanh"
 
 def read_gemma2(reader: ConfigReader) -> ModelConfig:
     """Every other layer is local. Attention scores and logits are capped."""
+    reader.assume(max_position_embeddings=8192, attn_logit_softcapping=50.0, final_logit_softcapping=30.0)
     fields = _fields(reader)
-    window = reader.take("sliding_window", 4096)
-    layers = window_layers(reader, reader.rope(fields["head_dim"]), window, default=lambda layer: layer % 2 == 0)
+    reader.take("sliding_window_size")  # the window a second time, which nothing reads
+    layers = window_layers(reader, reader.rope(fields["head_dim"]), reader.take("sliding_window"),
+                           default=lambda layer: layer % 2 == 0)  # fmt: skip
     return ModelConfig(layers=layers, **fields)
 
 
 def read_gemma3(reader: ConfigReader) -> ModelConfig:
     """All but every sixth layer are local, with a RoPE of their own. Query and key heads are normed."""
+    reader.assume(max_position_embeddings=131_072, vocab_size=262_208, num_attention_heads=8)
+    reader.insist("attn_logit_softcapping", None)  # transformers has the key and no cap
     fields = _fields(reader)
     # Since 4.53 transformers writes it with an underscore, beside `layer_types`.
     period = int(reader.take("sliding_window_pattern", reader.take("_sliding_window_pattern", 6)))
-    window = reader.take("sliding_window", 4096)
     head_dim, local_theta = fields["head_dim"], reader.take("rope_local_base_freq", 10_000.0)
     rope, local_rope = reader.global_and_local_rope(head_dim, theta=1_000_000.0, local_theta=local_theta)
-    layers = window_layers(reader, rope, window, local_rope, default=lambda layer: (layer + 1) % period != 0)
+    layers = window_layers(reader, rope, reader.take("sliding_window"), local_rope,
+                           default=lambda layer: (layer + 1) % period != 0)  # fmt: skip
     return ModelConfig(layers=layers, qk_norm="head", **fields)
 
 
 def read_multimodal(reader: ConfigReader) -> ModelConfig:
-    """Gemma 3 with a vision tower, which is not loaded: text only. Its config leaves out what has this default."""
+    """Gemma 3 with a vision tower, which is not loaded: text only."""
     for key in ("vision_config", "mm_tokens_per_image", *(f"{x}_token_{y}" for x in ("boi", "eoi", "image")
                                                          for y in ("index", "id"))):  # fmt: skip
         reader.take(key)
-    defaults = dict(vocab_size=262_208, num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=131_072,
-                    bos_token_id=reader.take("bos_token_id"), eos_token_id=reader.take("eos_token_id"))  # fmt: skip
-    text = reader.nested("text_config", defaults)
+    text = reader.nested("text_config")
+    text.assume(bos_token_id=reader.take("bos_token_id"), eos_token_id=reader.take("eos_token_id"))
     config = read_gemma3(text)
     text.finish()
     tied = reader.take("tie_word_embeddings", True)
@@ -50,7 +53,8 @@ def _fields(reader: ConfigReader) -> dict[str, Any]:
     reader.insist("hidden_activation", _GELU)
     reader.insist("hidden_act", _GELU, "gelu")  # early configs say "gelu" here; hidden_activation is what counts
     reader.insist("use_bidirectional_attention", False)
-    fields = base_fields(reader, tied=True, head_dim=256)
+    reader.assume(head_dim=256, num_key_value_heads=4, sliding_window=4096, tie_word_embeddings=True)
+    fields = base_fields(reader)
     return fields | dict(
         activation="gelu_tanh",
         norms="both",

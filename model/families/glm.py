@@ -17,6 +17,7 @@ def read_glm4(reader: ConfigReader) -> ModelConfig:
 
 
 def _fields(reader: ConfigReader) -> dict[str, Any]:
+    reader.assume(max_position_embeddings=131_072, num_key_value_heads=2, head_dim=128, rms_norm_eps=1.5625e-7)
     reader.insist("hidden_act", "silu")
     fields = base_fields(reader)
     layer = LayerSpec(rope=reader.rope(fields["head_dim"], partial=0.5, pairs="neighbours"))

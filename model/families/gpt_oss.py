@@ -10,6 +10,11 @@ from model.families.names import LLAMA, Names, Stored
 
 
 def read_config(reader: ConfigReader) -> ModelConfig:
+    reader.assume(
+        max_position_embeddings=131_072, num_key_value_heads=8, head_dim=64, rms_norm_eps=1e-5, sliding_window=128,
+        rope_theta=150_000.0, rope_parameters=dict(rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0,
+                                                   truncate=False, original_max_position_embeddings=4096),
+    )  # fmt: skip
     reader.insist("hidden_act", "silu")
     for key in ("experts_per_token", "initial_context_length"):  # said a second time
         reader.take(key)
@@ -17,7 +22,7 @@ def read_config(reader: ConfigReader) -> ModelConfig:
     routing = Routing(num_experts=int(reader.require("num_local_experts")),
                       top_k=int(reader.require("num_experts_per_tok")), bias="logits")  # fmt: skip
     return ModelConfig(
-        layers=window_layers(reader, reader.rope(fields["head_dim"]), reader.take("sliding_window", 128),
+        layers=window_layers(reader, reader.rope(fields["head_dim"]), reader.take("sliding_window"),
                              moe=MoESpec(routing=routing, width=fields["intermediate_size"]),
                              default=lambda layer: layer % 2 == 0),
         activation=ClampedSwiGLU(alpha=float(reader.take("swiglu_alpha", 1.702)),

@@ -15,11 +15,12 @@ _CHUNKED, _GLOBAL = "chunked_attention", "full_attention"
 
 
 def read_text(reader: ConfigReader) -> ModelConfig:
+    reader.assume(max_position_embeddings=131_072, num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5,
+                  rope_theta=500_000.0, attention_chunk_size=8192)  # fmt: skip
     reader.insist("hidden_act", "silu")
-    fields = base_fields(reader, head_dim=128)
+    fields = base_fields(reader)
     expert_width, count = fields["intermediate_size"], reader.num_layers()
-    fields |= dict(intermediate_size=int(reader.require("intermediate_size_mlp")),
-                   norm_eps=float(reader.take("rms_norm_eps", 1e-5)))  # fmt: skip
+    fields |= dict(intermediate_size=int(reader.require("intermediate_size_mlp")))
     routing = Routing(num_experts=int(reader.require("num_local_experts")), scores="sigmoid", weights="scores",
                       top_k=int(reader.take("num_experts_per_tok", 1)), applied_to="input")  # fmt: skip
     moe = MoESpec(routing=routing, width=expert_width, shared_width=expert_width)
@@ -51,8 +52,6 @@ def _turned(reader: ConfigReader, count: int) -> list[int]:
 def _chunks(reader: ConfigReader, turned: list[int]) -> list[int | None]:
     """`layer_types` where given; otherwise the layers with RoPE are chunked."""
     size, kinds = reader.take("attention_chunk_size"), reader.take("layer_types")
-    if not reader.has("attention_chunk_size"):  # there null, no chunks, is something else
-        size = 8192
     size = None if size is None else int(size)
     if not kinds:
         return [size if has_rope else None for has_rope in turned]
@@ -73,7 +72,8 @@ def read_multimodal(reader: ConfigReader) -> ModelConfig:
     """With a vision tower, which is not loaded: text only."""
     for key in ("vision_config", *(f"{x}_token_{y}" for x in ("boi", "eoi", "image") for y in ("index", "id"))):
         reader.take(key)
-    text = reader.nested("text_config", {key: reader.take(key) for key in ("bos_token_id", "eos_token_id")})
+    text = reader.nested("text_config")
+    text.assume(bos_token_id=reader.take("bos_token_id"), eos_token_id=reader.take("eos_token_id"))
     config = read_text(text)
     text.finish()
     tied = reader.take("tie_word_embeddings", config.tie_embeddings)

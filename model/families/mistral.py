@@ -5,6 +5,7 @@ from model.families.common import ConfigReader, base_fields
 
 
 def read_config(reader: ConfigReader) -> ModelConfig:
+    reader.assume(max_position_embeddings=131_072, num_key_value_heads=8, sliding_window=4096)
     reader.insist("hidden_act", "silu")
     fields = base_fields(reader)
     layer = LayerSpec(rope=reader.rope(fields["head_dim"]), window=reader.take("sliding_window"))

@@ -11,6 +11,7 @@ _PROJECTIONS = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
 def read_config(reader: ConfigReader) -> ModelConfig:
+    reader.assume(sliding_window=None, rope_theta=1e6, rms_norm_eps=1e-5)
     dense = mistral.read_config(reader)
     routing = Routing(num_experts=int(reader.take("num_local_experts", 8)),
                       top_k=int(reader.take("num_experts_per_tok", 2)))  # fmt: skip

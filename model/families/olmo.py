@@ -15,14 +15,16 @@ def read_olmo2(reader: ConfigReader) -> ModelConfig:
 
 
 def read_olmo3(reader: ConfigReader) -> ModelConfig:
-    fields, theta = _fields(reader), reader.take("rope_theta", 500_000.0)
+    reader.assume(rope_theta=500_000.0, sliding_window=4096)
+    fields, theta = _fields(reader), reader.take("rope_theta")
     rope, local_rope = reader.global_and_local_rope(fields["head_dim"], theta=theta, local_theta=theta)
-    window = reader.take("sliding_window", 4096)
-    layers = window_layers(reader, rope, window, local_rope, default=lambda layer: (layer + 1) % 4 != 0)
+    layers = window_layers(reader, rope, reader.take("sliding_window"), local_rope,
+                           default=lambda layer: (layer + 1) % 4 != 0)  # fmt: skip
     return ModelConfig(layers=layers, **fields)
 
 
 def _fields(reader: ConfigReader) -> dict[str, Any]:
+    reader.assume(rms_norm_eps=1e-5)
     reader.insist("hidden_act", "silu")
     return base_fields(reader) | dict(norms="output", qk_norm="projection",
                                       biases=biases(reader, "attention_bias", QKVO))  # fmt: skip

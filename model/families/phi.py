@@ -7,6 +7,7 @@ from model.families.names import LLAMA, Names, fused_gate_up, fused_qkv
 
 
 def read_phi3(reader: ConfigReader) -> ModelConfig:
+    reader.assume(max_position_embeddings=4096, original_max_position_embeddings=4096, rms_norm_eps=1e-5)
     reader.insist("hidden_act", "silu")
     for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
         reader.insist(key, False)

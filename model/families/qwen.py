@@ -10,11 +10,13 @@ from model.families.names import EXPERTS, LLAMA, Names
 
 
 def read_qwen2(reader: ConfigReader) -> ModelConfig:
+    reader.assume(num_key_value_heads=32)
     fields = _fields(reader)
     return ModelConfig(layers=_layers(reader, fields["head_dim"]), biases=QKV, **fields)
 
 
 def read_qwen3(reader: ConfigReader) -> ModelConfig:
+    reader.assume(num_key_value_heads=32, head_dim=128)
     fields = _fields(reader)
     return ModelConfig(layers=_layers(reader, fields["head_dim"]), qk_norm="head",
                        biases=biases(reader, "attention_bias", QKVO), **fields)
@@ -22,12 +24,17 @@ def read_qwen3(reader: ConfigReader) -> ModelConfig:
 
 def read_qwen2_moe(reader: ConfigReader) -> ModelConfig:
     """With an expert beside the others that every token passes, through a gate."""
+    reader.assume(num_key_value_heads=16)
     shared = int(reader.take("shared_expert_intermediate_size", 5632))
     config = _with_experts(reader, read_qwen2(reader), shared_width=shared, shared_gate="sigmoid")
     return replace(config, biases=biases(reader, "qkv_bias", QKV, True))
 
 
 def read_qwen3_moe(reader: ConfigReader) -> ModelConfig:
+    reader.assume(num_key_value_heads=4, head_dim=None)
+    reader.insist("shared_expert_intermediate_size", 0)  # Qwen3-Coder's config says what all of them have or have not
+    reader.insist("qkv_bias", False)
+    reader.insist("use_qk_norm", True)
     return _with_experts(reader, read_qwen3(reader))
 
 
@@ -54,6 +61,7 @@ def names(config: ModelConfig) -> Names:
 
 
 def _fields(reader: ConfigReader) -> dict[str, Any]:
+    reader.assume(max_position_embeddings=32_768, sliding_window=4096)
     reader.insist("hidden_act", "silu")
     return base_fields(reader)
 

@@ -128,7 +128,7 @@ def _yarn(rotary: Rotary, parameters: Parameters) -> Scaled:
     factor = parameters.number("factor", rotary.max_position / original)
     fast, slow = parameters.number("beta_fast", 32), parameters.number("beta_slow", 1)
     truncate = parameters.number("truncate", True)
-    magnitude = parameters.optional("attention_factor")
+    magnitude, more = parameters.optional("attention_factor"), parameters.number("attn_factor", 1.0)
     scales = parameters.optional("mscale"), parameters.optional("mscale_all_dim")
 
     def index_of(turns: float) -> float:
@@ -146,7 +146,8 @@ def _yarn(rotary: Rotary, parameters: Parameters) -> Scaled:
 
     if magnitude is None:
         magnitude = growth(scales[0]) / growth(scales[1]) if scales[0] and scales[1] else growth(1.0)
-    return rotary.frequencies() * (1 - ramp + ramp / factor), magnitude
+    # vLLM's `attn_factor` is a factor of the growth; of DeepSeek-R1-0528-Qwen3-8B one that takes it back.
+    return rotary.frequencies() * (1 - ramp + ramp / factor), magnitude * more
 
 
 def _longrope(rotary: Rotary, parameters: Parameters) -> Scaled:
