@@ -3,7 +3,8 @@
 The block is the newest token and masks after it. What the target computed of the tokens before, at several layers, is
 fused into one feature a token; every layer makes keys and values of the features with the same matrices as of the
 block. Those of features depend on no layer below, so all layers' are written at once, and they alone are kept.
-Chen, Liang and Liu, arXiv 2602.06036; z-lab/dflash `dflash/model.py`, whose checkpoints this loads.
+Chen, Liang and Liu, arXiv 2602.06036; z-lab/dflash `dflash/model.py`, whose checkpoints this loads, and what
+`speculators` makes of them: copies of the target's embeddings and output matrix, and maybe fewer tokens to draft.
 
 Axis letters: T tokens, S rows, B tokens of a block, K kv heads (drafts a row where it is about drafts), N query heads,
 H head dim, D model dim, F features, V vocab, L layers, P pages, b tokens of a page.
@@ -31,6 +32,7 @@ from model.sampling import SamplingRows
 from model.speculative.block_attention import PAGE_AXES, attend_blocks, write_pages
 from model.speculative.drafter import Drafts, Settled
 from model.speculative.draws import DraftSampling, draw_drafts
+from model.speculative.speculators import from_speculators
 from model.transformer import logits_of
 from model.vocabulary import embed_tokens
 from sharding.rules import AxisRules
@@ -48,12 +50,14 @@ class DFlashConfig:
     target_layer_ids: tuple[int, ...]  # whose outputs are the features
     causal: tuple[bool, ...]  # of each layer: its block tokens do not see those after them
     embedding_scale: float = 1.0  # of the block's embeddings
+    num_known: int | None = None  # tokens of the target's vocabulary that it drafts; None: all
 
 
 def read_dflash_config(hf: Mapping[str, Any], target: ModelConfig) -> DFlashConfig:
     """From a published `config.json`. Raises ValueError."""
     if "DFlash2DraftModel" in (hf.get("architectures") or ()):
         raise ValueError("architectures: DFlash2DraftModel is not supported, DFlashDraftModel is")
+    hf, num_known = _published(hf)
     own = dict(hf.get("dflash_config") or {})
     if unknown := sorted(own.keys() - _OWN):
         raise ValueError(f"dflash_config has keys that are not supported: {', '.join(unknown)}")
@@ -85,7 +89,28 @@ def read_dflash_config(hf: Mapping[str, Any], target: ModelConfig) -> DFlashConf
         model=model, block_size=int(size), mask_token_id=mask, target_layer_ids=taken,
         causal=tuple(layer.window is not None if causal is None else bool(causal) for layer in model.layers),
         embedding_scale=float(value("input_embedding_scale", 1.0)),
+        num_known=None if num_known in (None, model.vocab_size) else num_known,
     )  # fmt: skip
+
+
+def _published(hf: Mapping[str, Any]) -> tuple[Mapping[str, Any], int | None]:
+    """A config as z-lab writes it, and how many tokens the drafter knows if it says so."""
+    if "speculators_model_type" not in hf:
+        return hf, None
+    rest = dict(from_speculators(hf, "dflash", usual="qwen3"))
+    if rest.pop("sample_from_anchor", None):
+        raise ValueError("sample_from_anchor=true of a DFlash drafter is not supported: a draft for the newest token's "
+                         "own place beside those of the masks")  # fmt: skip
+    if (hidden := rest.pop("target_hidden_size", None)) not in (None, rest["hidden_size"]):
+        raise ValueError(f"target_hidden_size={hidden} of a DFlash drafter must be its hidden_size, "
+                         f"{rest['hidden_size']}")  # fmt: skip
+    inputs = rest.pop("aux_hidden_state_layer_ids", None)  # of these layers
+    own = {"block_size": rest.pop("block_size", 8), "mask_token_id": rest.pop("mask_token_id", None),
+           "target_layer_ids": None if inputs is None else [layer - 1 for layer in inputs]}  # fmt: skip
+    if rest.pop("sliding_window_non_causal", None):
+        own["is_causal"] = False
+    num_known = rest.pop("draft_vocab_size", None)
+    return {**rest, "dflash_config": own}, num_known
 
 
 class DFlashLayer(nnx.Module):
@@ -133,6 +158,9 @@ class DFlash(nnx.Module):
         self.fc = param((len(self.taps) * D, D), (None, "embed"), rngs=rngs, dtype=dtype)
         self.hidden_norm = RMSNorm((D,), ("embed",), model, rngs=rngs, dtype=dtype)
         self.norm = RMSNorm((D,), ("embed",), model, rngs=rngs, dtype=dtype)
+        some, V = config.num_known is not None, model.vocab_size
+        # Which of the target's tokens it drafts.
+        self.known = param((V,), ("vocab",), rngs=rngs, dtype=jnp.dtype(bool), ones=True) if some else None
 
         @nnx.split_rngs(splits=model.num_layers)
         @nnx.vmap
@@ -158,7 +186,7 @@ class DFlash(nnx.Module):
         depth = jnp.tile(jnp.arange(num_drafts, dtype=jnp.int32), len(rows.slot))
         every = every._replace(output_index=every.output_index + depth)
         tokens, q = draw_drafts(self.sampling, self.rules, hidden, output_matrix, partial(logits_of, self.config.model),
-                                every, jnp.zeros((), jnp.int32))  # fmt: skip
+                                every, jnp.zeros((), jnp.int32), None if self.known is None else self.known[...])
         q = None if q is None else q.reshape(-1, num_drafts, q.shape[-1])
         return Drafts(tokens.reshape(-1, num_drafts), probabilities=q), state
 
@@ -247,7 +275,10 @@ class DFlash(nnx.Module):
         return x.astype(self.dtype)
 
 
-_OUTSIDE = {("fc",): "fc.weight", ("hidden_norm", "scale"): "hidden_norm.weight", ("norm", "scale"): "norm.weight"}
+_OUTSIDE = {("fc",): "fc.weight", ("hidden_norm", "scale"): "hidden_norm.weight", ("norm", "scale"): "norm.weight",
+            ("known",): "t2d"}  # fmt: skip
+# `speculators` adds copies of the target's matrices, which its training leaves alone, and the reverse of t2d.
+FROZEN = ("embed_tokens.weight", "lm_head.weight", "d2t")
 
 
 def dflash_sources(config: DFlashConfig, paths: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], ParamSource]:

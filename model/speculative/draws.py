@@ -16,10 +16,10 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from model.rejection import draw_draft
-from model.sampling import SamplingFlags, SamplingRows, race, shaped_weights
+from model.sampling import BANNED, SamplingFlags, SamplingRows, race, shaped_weights
 from model.vocabulary import vocabulary_of
 from sharding.rules import AxisRules
 
@@ -29,16 +29,18 @@ DraftSampling = Literal["greedy", "probabilistic", "coupled"]
 def draw_drafts(
     kind: DraftSampling, rules: AxisRules, hidden: Float[Array, "S D"], matrix: Float[Array, "V D"],
     project: Callable[[jax.Array, jax.Array], jax.Array], rows: SamplingRows, depth: Int[Array, ""],
+    known: Bool[Array, " V"] | None = None,
 ) -> tuple[Int[Array, " S"], Float[Array, "S V"] | None]:  # fmt: skip
     """A token of each row and, where it was drawn for rejection, the distribution that it came from.
 
     project: (rows of the matrix on a device, hidden) to float32 logits. rows.output_index: of a row's first draft;
-    depth: how many drafts there are before this one."""
+    depth: how many drafts there are before this one. known: tokens that may be drafted; None: all."""
     vocabulary = vocabulary_of(rules, matrix.shape[0])
     flags = _flags(rows)
 
-    def draw(hidden: jax.Array, matrix: jax.Array, of: SamplingRows, depth: jax.Array, flags: SamplingFlags):
+    def draw(hidden: jax.Array, matrix: jax.Array, of: SamplingRows, depth: jax.Array, flags: SamplingFlags, known):
         logits = project(matrix, hidden)
+        logits = logits if known is None else jnp.where(known, logits, BANNED)
         if kind == "probabilistic":
             return draw_draft(logits, depth, of, flags, vocabulary)
         most, best = vocabulary.best(logits)
@@ -55,7 +57,8 @@ def draw_drafts(
     size = (len(hidden), matrix.shape[0])
     axes = ("rows", "vocab") if kind == "probabilistic" else ()
     token, probabilities = rules.map_over_shards(
-        draw, (hidden, matrix, rows, depth, flags), (("rows", "embed"), ("vocab", "embed"), ("rows",), (), ()),
+        draw, (hidden, matrix, rows, depth, flags, known),
+        (("rows", "embed"), ("vocab", "embed"), ("rows",), (), (), ("vocab",)),
         (("rows",), axes), (size[:1], size if axes else ()),
     )  # fmt: skip
     return token, probabilities if axes else None

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from model.batch import StepBatch
 from model.config import ModelConfig
-from model.layers import MLP, Attention, RMSNorm, add, normed, param, project
+from model.layers import MLP, Attention, RMSNorm, add, divided_by_rms, normed, param, project
 from model.rope import rope_angles
 from model.speculative.common import best_tokens
 from model.transformer import logits_of
@@ -100,9 +100,9 @@ class Eagle1(nnx.Module):
         return best_tokens(self.rules, feature, output_matrix, partial(logits_of, self.target), k)
 
 
-# What heads made by `speculators` norm beside what all do: the taps, as one, before they are fused; the feature that
-# attention is added to; the feature that comes out, also where it is fed again.
-Normed = Literal["features", "residual", "output"]
+# What some heads norm beside what all do: the taps, as one or each, before they are fused; the feature that attention
+# is added to; the feature that comes out, also where it is fed again. EAGLE-3.1: "taps" and "output".
+Normed = Literal["features", "taps", "residual", "output"]
 
 
 class Eagle3(nnx.Module):
@@ -119,6 +119,8 @@ class Eagle3(nnx.Module):
 
         make = partial(param, rngs=rngs)
         self.input_norm = norm(F, None) if "features" in norms else None
+        each = len(self.taps), target_hidden
+        self.tap_scales = make(each, (None, None), dtype=dtype, ones=True) if "taps" in norms else None
         self.fc = make((F, D), (None, "embed"), dtype=dtype)
         self.embedding_norm, self.feature_norm, self.norm = norm(), norm(), norm()
         self.block = Block(config, rules, attention, num_inputs=2 * D, rngs=rngs, dtype=dtype)
@@ -129,7 +131,13 @@ class Eagle3(nnx.Module):
         self.offsets = make((W,), (None,), dtype=ints) if has_offsets else None
 
     def fuse(self, features: Float[Array, "T F"]) -> Float[Array, "T D"]:
-        return project("tf,fd->td", normed(self.input_norm, features), self.fc)
+        features = normed(self.input_norm, features)
+        if self.tap_scales is not None:
+            scales = self.tap_scales[...].astype(jnp.float32)
+            of_taps = features.reshape(-1, *scales.shape).astype(jnp.float32)
+            of_taps = divided_by_rms(of_taps, (-1,), self.config.norm_eps) * scales
+            features = of_taps.astype(features.dtype).reshape(features.shape)
+        return project("tf,fd->td", features, self.fc)
 
     def __call__(self, feature: Float[Array, "T D"], embedded: Float[Array, "T D"], pages: jax.Array, batch: StepBatch
                  ) -> tuple[Float[Array, "T D"], jax.Array]:  # fmt: skip

@@ -1,7 +1,7 @@
 """Published EAGLE checkpoints: their configs and the names of their tensors.
 
 Folders as of SafeAILab/EAGLE and what was trained after it (vLLM, SGLang and SpecForge read the same), and of
-`speculators`, which calls EAGLE-3's layer `layers.0` and describes it in `transformer_layer_config`. Their tensors are
+`speculators`, which has other names: of EAGLE-1 `fusion_fc` and `transformer`, of EAGLE-3 `layers.0`. Their tensors are
 read from safetensors.
 """
 
@@ -17,24 +17,19 @@ from model.config import QKV, ModelConfig
 from model.families.names import LLAMA
 from model.families.registry import read_config
 from model.speculative.eagle import Normed
+from model.speculative.speculators import from_speculators
 
 Path = tuple[str, ...]
 
-# What `speculators` writes beside the layer's config: how the head was trained, and by what.
-_OF_TRAINING = ("architectures", "auto_map", "base_model_ep_plan", "dtype", "embed_requires_grad", "enable_sp_ulysses",
-                "has_no_defaults_at_init", "model_type", "speculators_config", "speculators_model_type",
-                "speculators_version", "tie_word_embeddings", "torch_dtype", "transformers_version")  # fmt: skip
-# It leaves out of the layer's config what is as in transformers' LlamaConfig.
-_LLAMA_DEFAULTS = dict(model_type="llama", vocab_size=32000, hidden_size=4096, intermediate_size=11008,
-                       num_attention_heads=32)  # fmt: skip
 # What `eagle_config` may say, beside the layers: what an EAGLE-3 head is. None: anything.
 _NESTED = dict(eagle_aux_hidden_state_layer_ids=None, norm_before_fc=None, use_aux_hidden_state=True,
                use_last_layernorm=True, use_input_layernorm_in_first_layer=True, use_mtp_layernorm=False,
                next_layer_regular=None, parallel_draft_step=1, parallel_draft_heads_num_layers=None)  # fmt: skip
 # A Llama's layer comes with these of the config of a target that knows windows.
 _OF_WINDOWS = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
-_OF_EAGLE1 = ("bias", "eagle_fc_bias", "model", "qkv_bias")
-_NORMS: Mapping[str, Normed] = {"norm_before_fc": "features", "norm_before_residual": "residual",
+_OF_EAGLE1 = ("bias", "eagle_fc_bias", "fusion_bias", "layernorms", "model", "qkv_bias",
+              "transformer_layer_architecture")  # fmt: skip
+_NORMS: Mapping[str, Normed] = {"norm_before_fc": "features", "fc_norm": "taps", "norm_before_residual": "residual",
                                 "norm_output": "output"}  # fmt: skip
 _OF_EAGLE3 = (*_NORMS, "draft_vocab_size", "truncated_vocab_size", "target_hidden_size", "eagle_config",
               "eagle_aux_hidden_state_layer_ids")  # fmt: skip
@@ -57,6 +52,9 @@ def read_eagle1(hf: Mapping[str, Any], target: ModelConfig, context: int | None)
         hf = {**hf, **hf["model"]}
     if "draft_vocab_size" in hf:
         raise ValueError("draft_vocab_size: this is an EAGLE-3 head; give \"method\": \"eagle3\"")
+    hf = from_speculators(hf, "eagle", usual="llama")
+    if hf.get("layernorms"):
+        raise ValueError("layernorms=true of an EAGLE head is not supported, only false: no norm but the layer's own")
     # Whether `fc` has a bias the tensors say; that q, k and v have one, and o none, no Llama's config can.
     model = _read_layer({key: hf[key] for key in hf if key not in _OF_EAGLE1}, target, context)
     model = replace(model, biases=model.biases | QKV) if hf.get("qkv_bias") else model
@@ -68,17 +66,13 @@ def read_eagle1(hf: Mapping[str, Any], target: ModelConfig, context: int | None)
 
 def read_eagle3(hf: Mapping[str, Any], target: ModelConfig, context: int | None) -> Eagle3Config:
     """Raises ValueError."""
-    rest = dict(hf)
+    rest = dict(from_speculators(hf, "eagle3", usual="llama"))
     own = {key: rest.pop(key, None) for key in _OF_EAGLE3}
     if own["truncated_vocab_size"] not in (None, own["draft_vocab_size"]):
         raise ValueError(f"truncated_vocab_size={own['truncated_vocab_size']} of an EAGLE-3 head must be its "
                          f"draft_vocab_size, {own['draft_vocab_size']}")
-    if rest.pop("fc_norm", None):
-        raise ValueError("fc_norm=true of an EAGLE-3 head is not supported, only norm_before_fc or neither")
-    if (kind := rest.get("speculators_model_type", "eagle3")) != "eagle3":
-        raise ValueError(f"speculators_model_type={kind!r} is not supported, only 'eagle3'")
-    if (layer := rest.pop("transformer_layer_config", None)) is not None:
-        rest = {**_LLAMA_DEFAULTS, **layer, **{key: rest[key] for key in rest if key not in _OF_TRAINING}}
+    if own["norm_before_fc"] and own["fc_norm"]:
+        raise ValueError("norm_before_fc and fc_norm of an EAGLE-3 head norm the same features; there may be one")
     model = _read_layer(rest, target, context)
     target_hidden = int(own["target_hidden_size"] or model.hidden_size)
     if target_hidden != target.hidden_size:
@@ -92,9 +86,13 @@ def read_eagle3(hf: Mapping[str, Any], target: ModelConfig, context: int | None)
 
 
 def _read_layer(hf: Mapping[str, Any], target: ModelConfig, context: int | None) -> ModelConfig:
-    if hf.get("model_type") == "llama" and _says_no_window(hf):
+    window = None
+    if hf.get("model_type") == "llama" and (kinds := _says_windows(hf)) is not None:
+        window = int(hf["sliding_window"]) if "sliding_attention" in kinds else None
         hf = {key: hf[key] for key in hf if key not in _OF_WINDOWS}
     model = read_config(hf, context)
+    if window is not None:
+        model = replace(model, layers=tuple(replace(layer, window=window) for layer in model.layers))
     if model.num_layers != 1:
         raise ValueError(f"num_hidden_layers={model.num_layers} of an EAGLE head is not supported, only 1")
     if model.norms != "input" or model.latent is not None or model.layers[0].moe is not None:
@@ -105,10 +103,13 @@ def _read_layer(hf: Mapping[str, Any], target: ModelConfig, context: int | None)
     return model
 
 
-def _says_no_window(hf: Mapping[str, Any]) -> bool:
-    if kinds := hf.get("layer_types"):
-        return all(kind == "full_attention" for kind in kinds)
-    return hf.get("use_sliding_window", True) is False
+def _says_windows(hf: Mapping[str, Any]) -> set[str] | None:
+    """The one kind that its layers are of; None: that is not clear."""
+    kinds: set[str] = set(hf.get("layer_types") or ())
+    if kinds:
+        known = {"full_attention"} if hf.get("sliding_window") is None else {"full_attention", "sliding_attention"}
+        return kinds if len(kinds) == 1 and kinds <= known else None
+    return {"full_attention"} if hf.get("use_sliding_window", True) is False else None
 
 
 def _taps(ids: Any, nested: Mapping[str, Any] | None, target: ModelConfig) -> tuple[int, ...]:
@@ -129,7 +130,6 @@ def _taps(ids: Any, nested: Mapping[str, Any] | None, target: ModelConfig) -> tu
 
 
 _BLOCK = {("block", *path): name for path, name in LLAMA.items()}
-_EAGLE1: Mapping[Path, str] = {("fc",): "fc.weight", ("fc_bias",): "fc.bias"}
 _EAGLE3: Mapping[Path, str] = {
     ("fc",): "fc.weight", ("norm", "scale"): "norm.weight", ("head",): "lm_head.weight", ("offsets",): "d2t",
     ("embedding",): "embed_tokens.weight", ("input_norm", "scale"): "input_norm.weight",
@@ -140,17 +140,20 @@ _EAGLE3_LAYER: Mapping[Path, str] = {
 _TURNED = ("fc", "q", "k", "v", "o", "gate", "up", "down")  # matrices stored as [out, in]
 
 
-def eagle1_sources(paths: Iterable[Path]) -> dict[Path, ParamSource]:
-    """paths: of the parameters of `model.speculative.eagle.Eagle1`."""
-    inside = {path: f"layers.0.{name}" for path, name in _BLOCK.items()}
-    return {path: _source(path, {**_EAGLE1, **inside}[path]) for path in paths}
+def eagle1_sources(paths: Iterable[Path], names: Collection[str]) -> dict[Path, ParamSource]:
+    """paths: of the parameters of `model.speculative.eagle.Eagle1`. names: of the checkpoint."""
+    fc, layer = ("fusion_fc", "transformer") if "fusion_fc.weight" in names else ("fc", "layers.0")
+    known: dict[Path, str] = {("fc",): f"{fc}.weight", ("fc_bias",): f"{fc}.bias"}
+    known |= {path: f"{layer}.{name}" for path, name in _BLOCK.items()}
+    return {path: _source(path, known[path]) for path in paths}
 
 
-def eagle3_sources(paths: Iterable[Path], names: Collection[str]) -> dict[Path, ParamSource]:
+def eagle3_sources(paths: Iterable[Path], names: Collection[str], num_taps: int) -> dict[Path, ParamSource]:
     """paths: of the parameters of `model.speculative.eagle.Eagle3`. names: of the checkpoint."""
     layer = "midlayer" if any(name.startswith("midlayer.") for name in names) else "layers.0"
     inside = {path: f"{layer}.{name}" for path, name in {**_BLOCK, **_EAGLE3_LAYER}.items()}
-    return {path: _source(path, {**_EAGLE3, **inside}[path]) for path in paths}
+    of_taps = ParamSource(names=tuple(f"fc_norm.{tap}.weight" for tap in range(num_taps)), stacked=True)
+    return {path: of_taps if path == ("tap_scales",) else _source(path, {**_EAGLE3, **inside}[path]) for path in paths}
 
 
 def _source(path: Path, name: str) -> ParamSource:

@@ -5,7 +5,7 @@ from functools import partial
 from flax import nnx
 
 from model.build import model_rules
-from model.speculative.dflash import DFlash, dflash_sources, read_dflash_config
+from model.speculative.dflash import FROZEN, DFlash, dflash_sources, read_dflash_config
 from model.transformer import param_axes
 from serving.decoding.speculation.config import FLAG, SpeculativeConfig
 from serving.drafters.loading import Surroundings, load_weights, open_drafter
@@ -25,4 +25,5 @@ def load_dflash(config: SpeculativeConfig, around: Surroundings) -> DFlash:
                        sampling=config.draft_sample_method, dtype=around.dtype)  # fmt: skip
         dflash = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
         sources = dflash_sources(of_drafter, param_axes(dflash))
-        return load_weights(dflash, rules, source, sources, progress=around.progress)
+        ignore = () if "speculators_model_type" not in checkpoint.config else FROZEN + ("t2d",)
+        return load_weights(dflash, rules, source, sources, ignore=ignore, progress=around.progress)

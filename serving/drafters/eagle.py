@@ -42,6 +42,9 @@ def load_eagle(config: SpeculativeConfig, around: Surroundings) -> EagleDrafter:
 def drafter_of(network: EagleNetwork, kernels: Kernels, config: SpeculativeConfig, around: Surroundings
                ) -> EagleDrafter:  # fmt: skip
     tree = tree_of(config)
+    if tree is not None and network.config.layers[0].window:
+        raise ConfigError(f"{FLAG}: the head's attention has a window, which counts a tree's tokens in the order of "
+                          "the cache; a chain does: leave out speculative_token_tree and eagle_topk")  # fmt: skip
     spares = around.spare_pages(num_guesses(tree, config.most))
     return EagleDrafter(network, kernels, spares, max_drafts=config.most, tree=tree)
 
@@ -69,10 +72,11 @@ def _load_eagle1(hf: Mapping[str, Any], source: TensorSource, around: Surroundin
     target = around.target.config
     model = read_eagle1(hf, target, around.max_model_len)
     rules, kernels, attend = _kernels(model, around)
-    has_bias = "fc.bias" in source.names()
+    names = source.names()
+    has_bias = "fc.bias" in names or "fusion_fc.bias" in names
     network = nnx.eval_shape(lambda: Eagle1(model, target, rules, attend, has_bias=has_bias, rngs=nnx.Rngs(0),
                                             dtype=around.dtype))  # fmt: skip
-    sources = eagle1_sources(param_axes(network))
+    sources = eagle1_sources(param_axes(network), names)
     network = load_weights(network, rules, source, sources, ignore=FROZEN, progress=around.progress)
     return network, kernels, model.vocab_size
 
@@ -85,8 +89,8 @@ def _load_eagle3(hf: Mapping[str, Any], source: TensorSource, around: Surroundin
         raise ValueError(f"the head has hidden_size={config.model.hidden_size} and no embed_tokens.weight, and the "
                          f"target's embeddings have {config.target_hidden} numbers")  # fmt: skip
     network, kernels = make_eagle3(config, around, has_offsets="d2t" in names, has_embedding=has_embedding)
-    network = load_weights(network, network.rules, source, eagle3_sources(param_axes(network), names), ignore=("t2d",),
-                           progress=around.progress)  # fmt: skip
+    sources = eagle3_sources(param_axes(network), names, len(config.taps))
+    network = load_weights(network, network.rules, source, sources, ignore=("t2d",), progress=around.progress)
     return network, kernels, config.draft_vocab
 
 

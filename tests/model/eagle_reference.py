@@ -71,7 +71,9 @@ def _attention(w: Mapping[str, Array], x: Array, hf: Mapping[str, Any]) -> Array
 
     q, k, v = turn(q), np.repeat(turn(k), N // K, 1), np.repeat(v, N // K, 1)
     scores = np.einsum("inh,jnh->nij", q, k) / np.sqrt(H)
-    scores = np.where(np.tril(np.ones((count, count), bool)), scores, -np.inf)
+    back = np.arange(count)[:, None] - np.arange(count)
+    window = hf["sliding_window"] if hf.get("layer_types") == ["sliding_attention"] else count
+    scores = np.where((back >= 0) & (back < window), scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     out = np.einsum("nij,jnh->inh", weights / weights.sum(-1, keepdims=True), v)
     return out.reshape(count, -1) @ w["self_attn.o_proj.weight"].T
@@ -125,7 +127,7 @@ def eagle1(tensors: Mapping[str, Array], embedding: Array, output_matrix: Array)
 
 def eagle3(tensors: Mapping[str, Array], embedding: Array, normed: Collection[str] = (),
            hf: Mapping[str, Any] = HF) -> Reference:  # fmt: skip
-    """normed: what more, of "residual" and "output"; the features where there is `input_norm`."""
+    """normed: what more, of "residual" and "output"; the features, as one or each tap's, where there are norms."""
     w = {name.removeprefix("layers.0.").removeprefix("midlayer."): x.astype(np.float64) for name, x in tensors.items()}
     known = w["d2t"].astype(int) + np.arange(len(w["d2t"]))
 
@@ -143,6 +145,11 @@ def eagle3(tensors: Mapping[str, Array], embedding: Array, normed: Collection[st
         return of_target
 
     def fuse(x: Array) -> Array:
-        return (norm(x, w["input_norm.weight"], hf) if "input_norm.weight" in w else x) @ w["fc.weight"].T
+        if "input_norm.weight" in w:
+            x = norm(x, w["input_norm.weight"], hf)
+        if "fc_norm.0.weight" in w:
+            taps = np.split(x, sum(name.startswith("fc_norm.") for name in w), axis=1)
+            x = np.concatenate([norm(tap, w[f"fc_norm.{i}.weight"], hf) for i, tap in enumerate(taps)], axis=1)
+        return x @ w["fc.weight"].T
 
     return Reference(embedding.astype(np.float64), fuse, layer, log_probs)

@@ -1,5 +1,6 @@
 """DFlash against attention over the whole sequence, made anew for every block, without any cache."""
 
+import json
 from pathlib import Path
 
 import jax
@@ -14,9 +15,13 @@ from model.config import ModelConfig
 from model.families.registry import read_config
 from model.speculative.dflash import DFlash, dflash_sources, read_dflash_config
 from model.speculative.draws import DraftSampling
+from serving.decoding.speculation.config import SpeculativeConfig
+from serving.drafters.dflash import load_dflash
+from serving.drafters.loading import Surroundings
+from serving.errors import ConfigError
 from sharding.mesh import make_mesh, parse_mesh
 from tests.model.drafting import loaded, paths_of, sampling_rows, settled
-from tests.model.harness import batch, config_json
+from tests.model.harness import batch, config_json, shapes_of
 from tests.tolerances import LOGITS_FLOAT32
 
 TARGET: ModelConfig = read_config(config_json("llama-gqa-tied"))
@@ -42,6 +47,21 @@ WINDOWED = HF | {"use_sliding_window": True, "sliding_window": 5,
 CAUSAL = HF | {"dflash_config": HF["dflash_config"] | {"is_causal": True, "input_embedding_scale": 2.0}}
 BOTH_WAYS = WINDOWED | {"dflash_config": HF["dflash_config"] | {"is_causal": False}}
 VARIANTS = {"full": HF, "windowed": WINDOWED, "causal": CAUSAL, "windows both ways": BOTH_WAYS}
+KNOWN = RNG.random(V) < 0.3  # tokens that drafters of a smaller vocabulary draft
+
+
+def by_speculators(hf: dict) -> dict:
+    """The same drafter with the tokens that are KNOWN."""
+    beside = ("architectures", "block_size", "dflash_config", "num_target_layers")
+    own, layers = hf["dflash_config"], {key: hf[key] for key in hf if key not in beside}
+    return {
+        "architectures": ["DFlashDraftModel"], "speculators_model_type": "dflash", "speculators_version": "0.8.0",
+        "speculators_config": {"algorithm": "dflash"}, "transformer_layer_config": layers, "dtype": "float32",
+        "tie_word_embeddings": False, "target_hidden_size": None, "sample_from_anchor": False,
+        "sliding_window_non_causal": False, "block_size": hf["block_size"], "mask_token_id": own["mask_token_id"],
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in own["target_layer_ids"]],  # inputs of these
+        "draft_vocab_size": int(KNOWN.sum()),
+    }  # fmt: skip
 
 
 def tensors(hf: dict) -> dict[str, np.ndarray]:
@@ -110,9 +130,10 @@ def by_definition(hf: dict, of: dict[str, np.ndarray], features: np.ndarray, tok
     return norm(x, of["norm.weight"])
 
 
-def make(folder: Path, hf: dict, mesh: str = "1x1", sampling: DraftSampling = "greedy") -> DFlash:
-    save_file(tensors(hf), folder / "model.safetensors")
-    config = read_dflash_config(hf, TARGET)
+def make(folder: Path, hf: dict, mesh: str = "1x1", sampling: DraftSampling = "greedy", small: bool = False) -> DFlash:
+    """small: written by `speculators`, with a vocabulary of its own."""
+    save_file(tensors(hf) | ({"t2d": KNOWN} if small else {}), folder / "model.safetensors")
+    config = read_dflash_config(by_speculators(hf) if small else hf, TARGET)
     rules = model_rules(config.model, make_mesh(parse_mesh(mesh)))
     shapes = nnx.eval_shape(lambda: DFlash(config, rules, page_size=8, sampling=sampling, rngs=nnx.Rngs(0),
                                            dtype=jnp.dtype("float32")))  # fmt: skip
@@ -137,9 +158,9 @@ STEPS = [
 @pytest.mark.parametrize("kind, mesh", [*((kind, "1x1") for kind in VARIANTS), ("windowed", "tensor=2,data=2")])
 def test_blocks(tmp_path: Path, kind: str, mesh: str):
     """Tokens of a block see what is settled and each other. Pages are full of NaN at first, and rejected drafts have
-    features like any other."""
-    hf, of = VARIANTS[kind], tensors(VARIANTS[kind])
-    drafter = make(tmp_path, hf, mesh)
+    features like any other. With windows: a drafter of `speculators` that knows some of the tokens."""
+    hf, of, small = VARIANTS[kind], tensors(VARIANTS[kind]), kind == "windowed"
+    drafter = make(tmp_path, hf, mesh, small=small)
     groups = drafter.rules.num_groups
     assert drafter.taps == (1, 2) and drafter.max_drafts == BLOCK - 1 and not drafter.probabilistic
     matrix = jax.device_put(MATRIX, drafter.rules.sharding(("vocab", "embed"), MATRIX.shape))
@@ -167,7 +188,8 @@ def test_blocks(tmp_path: Path, kind: str, mesh: str):
             wanted = by_definition(hf, of, FEATURES[row, :known], token[row], BLOCK)
             for group in range(groups):
                 np.testing.assert_allclose(hidden[group * 4 + row], wanted, atol=LOGITS_FLOAT32)
-                assert (drafts.tokens[group * 4 + row] == (wanted[1:] @ MATRIX.T).argmax(-1)).all()
+                logits = np.where(KNOWN | (not small), wanted[1:] @ MATRIX.T, -np.inf)
+                assert (drafts.tokens[group * 4 + row] == logits.argmax(-1)).all()
 
 
 def test_nothing_of_a_block_stays(tmp_path: Path):
@@ -222,3 +244,34 @@ WRONG = [
 def test_what_does_not_fit_is_refused(more: dict, message: str):
     with pytest.raises(ValueError, match=message):
         read_dflash_config(HF | more, TARGET)
+
+
+def test_what_does_not_fit_of_speculators_is_refused():
+    for more, message in (
+        ({"sample_from_anchor": True}, "sample_from_anchor=true of a DFlash drafter is not supported"),
+        ({"target_hidden_size": D + 1}, f"target_hidden_size={D + 1} of a DFlash drafter must be its hidden_size, {D}"),
+        ({"speculators_model_type": "dspark"}, "speculators_model_type='dspark' is not supported here, only 'dflash'"),
+        ({"aux_hidden_state_layer_ids": [0]}, r"target_layer_ids=\[-1\] must be in 0 to 1"),
+        ({"unheard_of": 1}, "unheard_of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_dflash_config(by_speculators(HF) | more, TARGET)
+
+
+def test_copies_of_the_targets_matrices_are_not_read(tmp_path: Path):
+    """Those of `speculators`; another drafter has none."""
+    target = shapes_of(TARGET)
+    around = Surroundings(target=target, dtype=jnp.dtype(jnp.float32), page_size=8, max_num_seqs=2, max_model_len=None,
+                          attention_backend="xla", progress=False)  # fmt: skip
+    d2t = np.flatnonzero(KNOWN) - np.arange(KNOWN.sum())
+    copies = {"embed_tokens.weight": MATRIX, "lm_head.weight": MATRIX[KNOWN], "t2d": KNOWN, "d2t": d2t}
+    save_file(tensors(HF) | copies, tmp_path / "model.safetensors")
+    config = SpeculativeConfig.of({"method": "dflash", "model": str(tmp_path), "num_speculative_tokens": BLOCK - 1})
+    (tmp_path / "config.json").write_text(json.dumps(by_speculators(HF)))
+    drafter = load_dflash(config, around)
+    assert drafter.known is not None and (np.asarray(drafter.known[...]) == KNOWN).all() and drafter.taps == (1, 2)
+    (tmp_path / "config.json").write_text(json.dumps(by_speculators(HF) | {"draft_vocab_size": V}))
+    assert load_dflash(config, around).known is None
+    (tmp_path / "config.json").write_text(json.dumps(HF))
+    with pytest.raises(ConfigError, match="left-over tensors"):
+        load_dflash(config, around)

@@ -117,6 +117,21 @@ def test_chain(method: str, tmp_path: Path) -> None:
         assert drafts.parents is None
 
 
+EAGLE1_OF_SPECULATORS = {
+    "architectures": ["EagleSpeculator", "LlamaDecoderLayer"], "speculators_model_type": "eagle",
+    "speculators_version": "0.1.0", "speculators_config": {"algorithm": "eagle"}, "fusion_bias": True,
+    "layernorms": False, "transformer_layer_architecture": "LlamaDecoderLayer", "torch_dtype": "float32",
+    "transformer_layer_config": dict(reference.HF),
+}  # fmt: skip
+
+
+def test_eagle1_of_speculators_with_more_norms_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, {"fusion_fc.weight": np.zeros((D, 2 * D), np.float32)})
+    (tmp_path / "config.json").write_text(json.dumps(EAGLE1_OF_SPECULATORS | {"layernorms": True}))
+    with pytest.raises(ConfigError, match="layernorms=true of an EAGLE head is not supported, only false"):
+        load(tmp_path, "eagle", 3)
+
+
 def tree_of_reference(plain: reference.Reference, features, tokens, *, top_k: int, depth: int, num: int):
     values: dict[tuple[int, ...], float] = {(): 0.0}
     alive: list[tuple[int, ...]] = [()]
@@ -150,7 +165,12 @@ def test_dynamic_tree(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_static_tree(tmp_path: Path) -> None:
-    folder, plain, size = kind("eagle", tmp_path)
+    """Of a head that `speculators` has written."""
+    tensors = reference.eagle1_tensors(np.random.default_rng(3))
+    plain, size = reference.eagle1(tensors, EMBEDDING, OUTPUT), D
+    renamed = {name.replace("fc.", "fusion_fc.").replace("layers.0.", "transformer."): x for name, x in tensors.items()}
+    folder = write(tmp_path, renamed)
+    (tmp_path / "config.json").write_text(json.dumps(EAGLE1_OF_SPECULATORS))
     choices = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 0, 1)]
     drafter, sequences = load(folder, "eagle", speculative_token_tree=choices), Sequences(size)
     for lens, drafts in propose(drafter, sequences, len(choices)):
@@ -165,27 +185,33 @@ def test_static_tree(tmp_path: Path) -> None:
             assert set(paths) == set(wanted.values()) - {()}
 
 
-def test_a_head_from_speculators(tmp_path: Path) -> None:
-    """Other names, embeddings of its own, features of two layers, and norms: of these as one, of what attention is
-    added to, and of what is fed again."""
+@pytest.mark.parametrize("each", [False, True])
+def test_a_head_from_speculators(each: bool, tmp_path: Path) -> None:
+    """Other names, embeddings of its own, features of two layers, and norms: of these as one or of each, of what
+    attention is added to, and of what is fed again. One of them has a window."""
     tensors = reference.eagle3_tensors(np.random.default_rng(5), "layers.0", taps=2)
     tensors["norm.weight"] *= 3  # so that it matters whether the norm of a token is once or twice
-    tensors["input_norm.weight"] = np.random.default_rng(7).normal(size=2 * D).astype(np.float32)
+    scales = np.random.default_rng(7).normal(size=2 * D).astype(np.float32)
+    tensors |= {f"fc_norm.{i}.weight": scales[D * i :][:D] for i in range(2)} if each else {"input_norm.weight": scales}
+    hf = {**reference.HF, "layer_types": ["sliding_attention" if each else "full_attention"], "sliding_window": 5}
     own = np.random.default_rng(6).normal(size=(V, D)).astype(np.float32)
     write(tmp_path, tensors | {"embed_tokens.weight": own})
     (tmp_path / "config.json").write_text(json.dumps({  # there is no model_type
         "speculators_model_type": "eagle3", "speculators_version": "0.8",
         "speculators_config": {"algorithm": "eagle3"}, "architectures": ["Eagle3DraftModel"],
-        "draft_vocab_size": reference.DRAFT_VOCAB, "fc_norm": False, "norm_before_fc": True,
+        "draft_vocab_size": reference.DRAFT_VOCAB, "fc_norm": each, "norm_before_fc": not each,
         "norm_before_residual": True, "norm_output": True, "target_hidden_size": None,
-        "eagle_aux_hidden_state_layer_ids": [1, 3], "transformer_layer_config": dict(reference.HF),
+        "eagle_aux_hidden_state_layer_ids": [1, 3], "transformer_layer_config": hf,
     }))  # fmt: skip
     drafter = load(tmp_path, "eagle3", 3)
     assert drafter.taps == (1, 3)
-    plain, sequences = reference.eagle3(tensors, own, normed=["residual", "output"]), Sequences(2 * D)
+    plain, sequences = reference.eagle3(tensors, own, normed=["residual", "output"], hf=hf), Sequences(2 * D)
     for lens, drafts in propose(drafter, sequences, 3):
         for row, length in enumerate(lens):
             assert drafts.tokens[row].tolist() == plain.chain(*sequences.of(row, length), 3)
+    if each:
+        with pytest.raises(ConfigError, match="the head's attention has a window, .* a chain does"):
+            load(tmp_path, "eagle3", 6, eagle_topk=2)
 
 
 def test_draft_ids_become_the_target_s(tmp_path: Path) -> None:
@@ -202,10 +228,11 @@ REFUSED = {
     "more layers": (dict(num_hidden_layers=2), {}, "num_hidden_layers=2 of an EAGLE head"),
     "unknown key": (dict(surprise=1), {}, "surprise"),
     "left over": ({}, {"extra.weight": np.zeros(3, np.float32)}, "left-over tensors: extra.weight"),
-    "another norm": (dict(fc_norm=True), {}, "fc_norm=true"),
+    "norms twice": (dict(fc_norm=True, norm_before_fc=True), {}, "norm_before_fc and fc_norm of an EAGLE-3 head"),
     "a norm that is not there": (dict(norm_before_fc=True), {}, "missing tensors: input_norm.weight"),
+    "norms that are not there": (dict(fc_norm=True), {}, "missing tensors: fc_norm.0.weight, fc_norm.1.weight"),
     "another kind": (dict(eagle_config={"use_mtp_layernorm": True}), {}, "eagle_config.use_mtp_layernorm=true"),
-    "a window": (dict(use_sliding_window=True, sliding_window=64), {}, "sliding_window"),
+    "layers with a window, or not": (dict(use_sliding_window=True, sliding_window=64), {}, "sliding_window"),
     "layers beyond": (dict(eagle_aux_hidden_state_layer_ids=[1, 2, 9]), {}, r"\[1, 2, 9\] are not all in 0 to 4"),
     "map twice": ({}, {"d2t": np.zeros(20, np.int64) - np.arange(20)}, "or one twice"),
     "maps differ": ({}, {"t2d": np.ones(48, bool)}, "d2t and t2d name different tokens"),

@@ -60,6 +60,15 @@ EAGLE3: dict[str, tuple[ModelConfig, dict[str, Any], tuple[int, ...], set[str]]]
             target_hidden_size=None, tie_word_embeddings=False, transformers_version="5.0.0",
             speculators_version="0.4.0.1"),
         (2, 30, 57), {"residual"}),
+    "EAGLE-3.1": (
+        target(60, 6144, 200064),
+        dict(
+            architectures=["LlamaForCausalLMEagle3"], attention_bias=False, draft_vocab_size=32000, fc_norm=True,
+            head_dim=128, hidden_act="silu", hidden_size=6144, intermediate_size=12288, max_position_embeddings=196608,
+            model_type="llama", norm_output=True, num_attention_heads=48, num_hidden_layers=1, num_key_value_heads=8,
+            rms_norm_eps=1e-6, rope_theta=5000000, tie_word_embeddings=False, torch_dtype="bfloat16",
+            vocab_size=200064),
+        (2, 30, 57), {"taps", "output"}),
     "speculators 0.8: four layers": (
         target(94, 4096, 151936),
         by_speculators(
@@ -113,11 +122,23 @@ def test_another_vocabulary_of_eagle3_is_refused():
         read_eagle3(published | {"truncated_vocab_size": 32000}, of_target, CONTEXT)
 
 
-def test_a_window_of_a_head_is_refused():
+def test_windows_of_a_head():
+    """As vLLM reads them: `layer_types` says, and nothing else that would not be refused."""
     of_target, published, *_ = EAGLE3["speculators 0.8: four layers"]
-    layer = published["transformer_layer_config"] | {"layer_types": ["sliding_attention"], "use_sliding_window": True}
-    with pytest.raises(ValueError, match="layer_types, sliding_window, use_sliding_window"):
-        read_eagle3(published | {"transformer_layer_config": layer}, of_target, CONTEXT)
+
+    def window(model_type: str, **more: Any) -> int | None:
+        layer = published["transformer_layer_config"] | {"model_type": model_type, **more}
+        if model_type != "llama":
+            del layer["mlp_bias"], layer["pretraining_tp"]
+        return read_eagle3(published | {"transformer_layer_config": layer}, of_target, CONTEXT).model.layers[0].window
+
+    sliding = dict(layer_types=["sliding_attention"], use_sliding_window=True)
+    assert window("llama", **sliding) == window("qwen3", **sliding | {"max_window_layers": 0}) == 2048
+    assert window("llama", use_sliding_window=True) is None
+    for unclear in ({"layer_types": ["chunked_attention"]}, {"layer_types": None, "use_sliding_window": True},
+                    sliding | {"sliding_window": None}):  # fmt: skip
+        with pytest.raises(ValueError, match="sliding_window"):
+            window("llama", **unclear)
 
 
 EAGLE_LLAMA3 = dict(
