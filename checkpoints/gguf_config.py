@@ -73,6 +73,9 @@ def hf_config(file: GGUFFile, location: str) -> dict[str, Any]:
                               f"{head_dim} is supported")  # fmt: skip
     if architecture == "llama":
         config["attention_bias"] = any(name.endswith("attn_q.bias") for name in file.tensors)
+    if experts := get("expert_count", 0):  # Mixtral is a llama with experts here
+        raise CheckpointError(f"{location}: {architecture}.expert_count is {experts}, mixtures of experts are not "
+                              "supported in GGUF; use the model's safetensors")  # fmt: skip
     if has("attention.sliding_window") and architecture == "llama":  # Mistral is a llama with a window here
         config |= {"model_type": "mistral", "sliding_window": get("attention.sliding_window")}
     scaling = _rope_scaling(file, location, get, has, config, head_dim)
@@ -97,12 +100,13 @@ def _rope_scaling(file: GGUFFile, location: str, get: Any, has: Any, config: dic
         except ValueError as error:
             raise CheckpointError(f"{location}: {ROPE_FACTORS}: {error}; convert the model again") from error
         return llama3_rule(stored, config["rope_theta"], head_dim, location)
-    kind = get("rope.scaling.type", "none")
+    factor = next((key for key in ("rope.scaling.factor", "rope.scale_linear") if has(key)), None)  # the old name last
+    kind = get("rope.scaling.type", "none" if factor is None else "linear")  # without a type llama.cpp takes linear
     if kind == "none":
         return None
     if kind != "linear":
         raise CheckpointError(f"{location}: rope scaling {kind!r} is not supported (supported: none, linear)")
-    return {"rope_type": kind, "factor": get("rope.scaling.factor")}
+    return {"rope_type": kind, "factor": get(factor or "rope.scaling.factor")}
 
 
 def llama3_rule(divisors: np.ndarray, theta: float, head_dim: int, location: str) -> dict:

@@ -127,6 +127,15 @@ def test_linear_scaling_and_window(tmp_path, write_gguf):
     config = open_checkpoint(write_gguf(tmp_path / "m.gguf", "llama-gqa-tied", extra=extra)).config
     assert config["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
     assert (config["model_type"], config["sliding_window"]) == ("mistral", 24)
+    old = write_gguf(tmp_path / "old.gguf", "llama-gqa-tied",
+                     extra=lambda writer: writer.add_float32("llama.rope.scale_linear", 4.0))  # fmt: skip
+    assert open_checkpoint(old).config["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+
+
+def test_experts_are_refused_by_name(tmp_path, write_gguf):
+    path = write_gguf(tmp_path / "m.gguf", "llama-gqa-tied", extra=lambda writer: writer.add_expert_count(8))
+    with pytest.raises(CheckpointError, match="llama.expert_count is 8, mixtures of experts are not supported in GGUF"):
+        open_checkpoint(path)
 
 
 def test_what_cannot_be_read(tmp_path, write_gguf):
