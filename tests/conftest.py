@@ -2,11 +2,9 @@
 compilation: tiny models take seconds to compile and milliseconds to run. Modules marked `optimized` compile as a server
 does, and so do the servers of tests/e2e."""
 
-import ctypes
 import gc
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +21,11 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "0"
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+# Servers of the tests are on this machine, whatever proxy the way out of it has. Nobody looks at what is printed.
+for name in ("NO_PROXY", "no_proxy"):
+    os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1,localhost"]))
+for name in ("COLUMNS", "FORCE_COLOR"):
+    os.environ.pop(name, None)
 settings.load_profile("ci")  # hypothesis' own: the same examples everywhere, however long they take
 
 
@@ -57,10 +60,11 @@ def forget_programs(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("slow") is not None:
         import jax  # after the environment above
 
+        from serving.runner.compiler import return_freed_memory
+
         gc.collect()
         jax.clear_caches()
-        if sys.platform == "linux":  # whose allocator keeps what was freed
-            ctypes.CDLL(None).malloc_trim(0)
+        return_freed_memory()
 
 
 @pytest.fixture(scope="session")
