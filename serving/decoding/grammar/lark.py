@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from llguidance import regex_to_lark
@@ -57,13 +57,21 @@ class Lark:
         return " ".join(f"<[{self._special[piece]}]>" if piece in self._special else quote(piece)
                         for piece in self._pieces(text)) or '""'
 
-    def until(self, text: str) -> str:
-        """Any text, up to and with the first occurrence of this one."""
-        first, *rest = self._pieces(text)
+    def text(self, excludes: Iterable[str] = ()) -> str:
+        """Any text that has none of these in it."""
+        words = " | ".join(map(quote, excludes))
+        return self.terminal(f"{TEXT} & ~({TEXT} ({words}) {TEXT})") if words else TEXT
+
+    def until(self, text: str, excludes: Sequence[str] = ()) -> str:
+        """Any text without `excludes`, up to and with the first occurrence of this one."""
+        first = self._pieces(text)[0]
         if first in self._special:  # of another kind than text: no rule is needed to end the text there
-            return f"{self.rule(TEXT)} {self.literal(text)}"
-        head = self.rule(f"{TEXT} {quote(first)}", "[lazy]")
-        return f"{head} {self.literal(''.join(rest))}" if rest else head
+            return f"{self.rule(self.text(excludes))} {self.literal(text)}"
+        # What is excluded cannot come before: where the end begins with it, the rest is certain.
+        head = min((one for one in excludes if first.startswith(one)), key=len, default=first)
+        lazy = self.rule(f"{self.text(one for one in excludes if one != head)} {quote(head)}", "[lazy]")
+        rest = text[len(head):]
+        return f"{lazy} {self.literal(rest)}" if rest else lazy
 
     def regex(self, pattern: str, place: str, param: str) -> str:
         r"""\d means ASCII digits; the rest is Rust's `regex`, much as Python's `re`. Raises InvalidRequest."""

@@ -52,6 +52,9 @@ class _Writer:
             "any_text": self._any_text,
             "sequence": self._sequence,
             "or": self._or,
+            "optional": self._repeated,
+            "star": self._repeated,
+            "plus": self._repeated,
             "tag": self.tag,
             "triggered_tags": self.triggered_tags,
             "tags_with_separator": self._tags_with_separator,
@@ -123,14 +126,16 @@ class _Writer:
             raise self._refuse(f"{place}.end must be a string, or a list of strings")
         content = value.get("content")
         if isinstance(content, Mapping) and content.get("type") == "any_text" and all(ends):
-            self.only(content, f"{place}.content", "type")
-            return self._lark.any_of(self._lark.until(end) for end in ends)
+            return self._lark.any_of(self._lark.until(end, self._excludes(content, f"{place}.content")) for end in ends)
         inside = self.write(content, f"{place}.content", depth + 1)
         return f"{inside} {self._lark.any_of(map(self._lark.literal, ends))}"
 
     def _const_string(self, value: Mapping[str, Any], place: str, depth: int) -> str:
+        return self._lark.literal(self._string(value, place))
+
+    def _string(self, value: Mapping[str, Any], place: str) -> str:
         self.only(value, place, "type", "value")
-        return self._lark.literal(self.get(value, "value", str, place))
+        return self.get(value, "value", str, place)
 
     def _json_schema(self, value: Mapping[str, Any], place: str, depth: int) -> str:
         self.only(value, place, "type", "json_schema")
@@ -145,17 +150,39 @@ class _Writer:
         return self._lark.part({"lark_grammar": lark_of(self.get(value, "grammar", str, place), place)})
 
     def _any_text(self, value: Mapping[str, Any], place: str, depth: int) -> str:
-        self.only(value, place, "type")
-        return self._lark.rule(TEXT)
+        return self._lark.rule(self._lark.text(self._excludes(value, place)))
+
+    def _excludes(self, value: Mapping[str, Any], place: str) -> list[str]:
+        self.only(value, place, "type", "excludes")
+        excludes = value.get("excludes", [])
+        if not isinstance(excludes, list) or not all(isinstance(one, str) and one for one in excludes):
+            raise self._refuse(f"{place}.excludes must be strings that are not empty")
+        return excludes
 
     def _sequence(self, value: Mapping[str, Any], place: str, depth: int) -> str:
         self.only(value, place, "type", "elements")
         elements = self.get(value, "elements", list, place)
-        for i, one in enumerate(elements[:-1]):
-            if isinstance(one, Mapping) and one.get("type") == "any_text":
-                raise self._refuse(f"{place}.elements[{i}] is any_text, which has no end: only the last element, or "
-                                   "the content of a tag, may be")
-        return " ".join(self.write(one, f"{place}.elements[{i}]", depth + 1) for i, one in enumerate(elements)) or '""'
+        written: list[str] = []
+        text: Mapping[str, Any] | None = None  # any_text, which the next element ends
+        for i, one in enumerate(elements):
+            where = f"{place}.elements[{i}]"
+            if text is not None:
+                end = self._string(one, where) if isinstance(one, Mapping) and one.get("type") == "const_string" else ""
+                if not end:
+                    raise self._refuse(f"{place}.elements[{i - 1}] is any_text, which has no end: what follows it must "
+                                       "be a const_string, or the end of a tag")
+                written.append(self._lark.until(end, self._excludes(text, f"{place}.elements[{i - 1}]")))
+                text = None
+            elif isinstance(one, Mapping) and one.get("type") == "any_text" and i < len(elements) - 1:
+                text = one
+            else:
+                written.append(self.write(one, where, depth + 1))
+        return " ".join(written) or '""'
+
+    def _repeated(self, value: Mapping[str, Any], place: str, depth: int) -> str:
+        self.only(value, place, "type", "content")
+        times = {"optional": "?", "star": "*", "plus": "+"}[value["type"]]
+        return f"{self._lark.any_of([self.write(value.get('content'), f'{place}.content', depth + 1)])}{times}"
 
     def _or(self, value: Mapping[str, Any], place: str, depth: int) -> str:
         self.only(value, place, "type", "elements")

@@ -10,6 +10,7 @@ from tests.decoding.grammar.toy import Grammars, toy_tokenizer
 
 CALL = {"type": "tag", "begin": "<f=a>", "content": {"type": "json_schema", "json_schema": obj(x=INT)}, "end": "</f>"}
 OTHER = {"type": "tag", "begin": "<f=b>", "content": {"type": "regex", "pattern": "[xy]+"}, "end": ["</f>", ";"]}
+TEXT = {"type": "any_text", "excludes": ["</v>", "<t>"]}
 OLD = {"type": "structural_tag", "triggers": ["<f="],
        "structures": [{"begin": "<f=a>", "schema": obj(x=INT), "end": "</f>"}]}  # fmt: skip
 
@@ -41,6 +42,18 @@ def triggered(**options: bool) -> dict[str, Any]:
             {"type": "tag", "begin": "<think>", "content": {"type": "any_text"}, "end": "</think>"},
             {"type": "or", "elements": [CALL, {"type": "const_string", "value": "no"}]}]},
          ["<think>a < b</think>no", '<think></think><f=a>{"x": 1}</f>'], ["no", "<think></think>", "<think>no"]),
+        ({"type": "sequence", "elements": [TEXT, {"type": "const_string", "value": "</v>;"},
+                                           {"type": "star", "content": {"type": "const_string", "value": "ab"}},
+                                           {"type": "optional", "content": OTHER}]},
+         ["</v>;", "a < b</</v>;", "x</v>;abab", "x</v>;ab<f=b>x;"],
+         ["", "x", "x</v>", "x<t></v>;", "x</v>y</v>;", "x</v>;aba", "</v>;<f=b>x;<f=b>x;"]),
+        ({"type": "tag", "begin": "<v>", "content": TEXT, "end": "</v>"}, ["<v>a</v>", "<v></v>"],
+         ["<v>a<t></v>", "<v>a"]),
+        ({"type": "sequence", "elements": [{"type": "any_text", "excludes": ["<|"]},
+                                           {"type": "const_string", "value": "<|start|>x"}]},
+         ["<|start|>x", "a <<|start|>x"], ["a<|b<|start|>x", "a<|start|>y"]),
+        ({"type": "plus", "content": {"type": "regex", "pattern": "a|b"}}, ["a", "ab", "bbb"], ["", "c"]),
+        (TEXT, ["", "a <", "<v>"], ["a</v>b", "<t>"]),
         ({"type": "grammar", "grammar": 'start: "a" | "b" start'}, ["a", "bba"], ["b", "c"]),
         ({"type": "sequence", "elements": [{"type": "const_string", "value": "ab<|start|>"},
                                            {"type": "json_schema", "json_schema": {"type": "null"}}]},
