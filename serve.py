@@ -19,6 +19,8 @@ from checkpoints.errors import CheckpointError
 from serving.api.server import Ports, bind_ports, serve_apis
 from serving.api.service import Service
 from serving.config import ServerConfig
+from serving.distributed.following import report_failure
+from serving.distributed.leading import refuse_followers
 from serving.engine.process import CoreProcess, launch_core
 from serving.engine.socket_client import SocketClient
 from serving.errors import ConfigError, EngineDead, PageloomError
@@ -47,15 +49,25 @@ def main() -> None:
 
 
 def _lead(config: ServerConfig, started: float) -> int:
-    ports = bind_ports(config)
-    return _run(_resolve(config), ports, started)
+    try:
+        ports, config = bind_ports(config), _resolve(config)
+    except (PageloomError, CheckpointError) as error:
+        if config.engine.hosts is not None:
+            refuse_followers(config.engine.hosts, str(error))
+        raise
+    return _run(config, ports, started)
 
 
 def _follow(config: ServerConfig) -> int:
     """No front ends, no scheduler: the core of host 0 says what to do."""
     from serving.distributed.follower import follow  # loads jax
 
-    model = config.engine.model or str(default_model_path(progress=True))
+    try:
+        model = config.engine.model or str(default_model_path(progress=True))
+    except CheckpointError as error:
+        assert config.engine.hosts is not None
+        report_failure(config.engine.hosts, str(error))
+        raise
     return follow(replace(config.engine, model=model), config.shutdown_grace_seconds)
 
 

@@ -23,7 +23,7 @@ from serving.distributed.fingerprint import of_checkpoint, of_flags
 from serving.distributed.following import report_failure
 from serving.distributed.hosts import Alone, Hosts
 from serving.distributed.join import join_hosts
-from serving.distributed.leading import LeaderHosts
+from serving.distributed.leading import LeaderHosts, refuse_followers
 from serving.distributed.runner import LeadingRunner
 from serving.drafters.loading import Surroundings, naming_the_flag, open_named
 from serving.drafters.make import check_speculation, load_drafter
@@ -66,7 +66,7 @@ def build(config: EngineConfig, *, progress: bool = True) -> Built:
         built = _build(config, hosts, progress)
         hosts.check_same("what was built", _identity(built))
     except Exception as error:  # of any kind: the other hosts wait
-        hosts.fail(str(error))
+        hosts.fail(error)
         raise
     return built
 
@@ -77,8 +77,8 @@ def _join(config: EngineConfig, progress: bool) -> Hosts:
     try:
         entries = host_fingerprint(config, progress)
     except ConfigError as error:
-        if config.is_follower:
-            report_failure(config.hosts, str(error))
+        tell = report_failure if config.is_follower else refuse_followers
+        tell(config.hosts, str(error))
         raise
     return join_hosts(config.hosts, entries)
 

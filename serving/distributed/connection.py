@@ -64,7 +64,7 @@ class Connection:
                 raise Gone("what it sends is none of our messages")
             return self._decoder.decode(self._read(size, end))
         except TimeoutError as error:
-            raise Gone(f"nothing came for {timeout:g} s") from error
+            raise Gone(f"nothing came for {timeout:.3g} s") from error
         except OSError as error:
             raise Gone(error.strerror or str(error)) from error
         except msgspec.MsgspecError as error:

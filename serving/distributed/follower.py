@@ -32,6 +32,11 @@ def follow(config: EngineConfig, grace_seconds: float) -> NoReturn:
         built = build(config, progress=False)
     except PageloomError as error:
         _leave(str(error), 2 if isinstance(error, ConfigError) else 1)
+    except KeyboardInterrupt:
+        _leave("", 130)
+    except Exception:  # of any kind; host 0 knows
+        traceback.print_exc()
+        _leave("", 1)
     assert isinstance(built.hosts, FollowerHosts)
     hosts = built.hosts
     print(f"Host {hosts.plan.rank} of {hosts.plan.count} follows {hosts.plan.name(0)}", file=sys.stderr, flush=True)
@@ -44,7 +49,7 @@ def follow(config: EngineConfig, grace_seconds: float) -> NoReturn:
         if hosts.is_over(within=2.0):  # a collective may notice before the connection does
             _leave(hosts.over.result(), 1)
         traceback.print_exc()
-        hosts.fail(repr(error))
+        hosts.fail(error)
         _leave("", 1)
     _leave("", 0)
 
@@ -64,7 +69,7 @@ def _watch(outputs: "queue.SimpleQueue[jax.Array]", hosts: FollowerHosts) -> Non
             outputs.get().block_until_ready()
         except Exception as error:  # of any kind
             if not hosts.is_over(within=2.0):
-                hosts.fail(repr(error))
+                hosts.fail(error)
                 _leave(f"a step failed on {hosts.plan.name(hosts.plan.rank)}: {error!r}", 1)
             return
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from serving.config import HostPlan
 from serving.distributed.connection import LOST_AFTER_SECONDS, Connection, Gone
-from serving.distributed.hosts import Hosts
+from serving.distributed.hosts import Hosts, describe_error
 from serving.distributed.messages import (
     Agreed,
     Failed,
@@ -23,6 +23,7 @@ from serving.distributed.messages import (
 from serving.errors import ConfigError, EngineDead
 
 RETRY_SECONDS = 0.3
+REPORT_SECONDS = 60.0
 
 
 class FollowerHosts(Hosts):
@@ -43,10 +44,10 @@ class FollowerHosts(Hosts):
         assert isinstance(message, Agreed) and message.name == name, f"{message} came, not an answer to {name}"
         return message.value
 
-    def fail(self, message: str) -> None:
+    def fail(self, error: Exception) -> None:
         self.leave()
         try:
-            self._connection.send(Failed(self.plan.rank, message))
+            self._connection.send(Failed(self.plan.rank, describe_error(error)))
         except Gone:
             pass
         self._connection.close()
@@ -82,7 +83,8 @@ class FollowerHosts(Hosts):
 
 
 def join_leader(plan: HostPlan, fingerprint: Mapping[str, str]) -> FollowerHosts:
-    """Raises ConfigError if host 0 does not answer within the plan's timeout, or refuses this host."""
+    """Raises ConfigError if host 0 does not answer within the plan's timeout, or refuses this host; EngineDead if it is
+    gone before all hosts are there."""
     end = time.monotonic() + plan.timeout_seconds
     connection = _connect(plan, end)
     try:
@@ -90,7 +92,7 @@ def join_leader(plan: HostPlan, fingerprint: Mapping[str, str]) -> FollowerHosts
         answer = connection.receive(end + LOST_AFTER_SECONDS - time.monotonic())
     except Gone as error:
         connection.close()
-        raise ConfigError(f"{plan.name(0)} is gone before the service has started: {error}") from error
+        raise EngineDead(f"{plan.name(0)} is gone before the service has started: {error}") from error
     if isinstance(answer, Refused):
         connection.close()
         raise ConfigError(answer.message)
@@ -99,9 +101,10 @@ def join_leader(plan: HostPlan, fingerprint: Mapping[str, str]) -> FollowerHosts
 
 
 def report_failure(plan: HostPlan, message: str) -> None:
-    """Instead of joining: host 0 need not wait for a host that cannot start. Returns once it knows."""
+    """Instead of joining: host 0 need not wait for a host that cannot start. Returns once it knows, or is not there
+    after REPORT_SECONDS."""
     try:
-        connection = _connect(plan, time.monotonic() + plan.timeout_seconds)
+        connection = _connect(plan, time.monotonic() + min(plan.timeout_seconds, REPORT_SECONDS))
     except ConfigError:
         return
     try:

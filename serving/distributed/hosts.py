@@ -14,7 +14,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, TypeVar
 
 from serving.config import HostPlan
-from serving.errors import ConfigError, EngineDead
+from serving.errors import ConfigError, EngineDead, PageloomError
 
 GRACE_SECONDS = 2.0
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class Hosts(ABC):
         self.agree(what, dict(mine), same)
 
     @abstractmethod
-    def fail(self, message: str) -> None:
+    def fail(self, error: Exception) -> None:
         """Tells the others why this host cannot go on. The caller ends this process."""
 
     # Ending
@@ -116,11 +116,16 @@ class Alone(Hosts):
     def agree(self, name: str, mine: Any, choose: Callable[[Sequence[Any]], Any]) -> Any:
         return choose([mine])
 
-    def fail(self, message: str) -> None:
+    def fail(self, error: Exception) -> None:
         pass
 
     def _tell(self, message: str) -> None:
         pass
+
+
+def describe_error(error: Exception) -> str:
+    """As one line; what is not meant for users says what it is."""
+    return str(error) if isinstance(error, PageloomError) else repr(error).partition("\n")[0]
 
 
 def describe_difference(first: Mapping[str, str], second: Mapping[str, str]) -> str:

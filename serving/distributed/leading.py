@@ -3,6 +3,7 @@
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ import msgspec
 
 from serving.config import HostPlan
 from serving.distributed.connection import Connection, Gone
-from serving.distributed.hosts import Hosts, describe_difference
+from serving.distributed.hosts import Hosts, describe_difference, describe_error
 from serving.distributed.messages import (
     LARGEST_HELLO,
     PROTOCOL,
@@ -28,6 +29,7 @@ from serving.errors import ConfigError
 
 HELLO_SECONDS = 5.0  # for one who has connected to say who it is
 GOODBYE_SECONDS = 5.0
+REFUSAL_SECONDS = 60.0  # for hosts that start together to have loaded jax
 
 
 class LeaderHosts(Hosts):
@@ -64,9 +66,12 @@ class LeaderHosts(Hosts):
         self.send(Agreed(name, chosen))
         return chosen
 
-    def fail(self, message: str) -> None:
+    def fail(self, error: Exception) -> None:
         self.leave()
-        self._part(Refused(message))
+        if isinstance(error, ConfigError):
+            self._part(Refused(str(error)))
+        else:
+            self._part(Goodbye(f"{self.plan.name(0)} has ended: {describe_error(error)}"))
 
     def goodbye(self, reason: str = "") -> None:
         """The service ends: as it should if there is no reason."""
@@ -105,21 +110,49 @@ class LeaderHosts(Hosts):
             self._arrived.notify_all()
 
 
-def listen(plan: HostPlan) -> socket.socket:
-    """On the leader's own address, or on all where that is not this machine's (a name that a proxy answers for)."""
+def own_address(plan: HostPlan) -> str:
+    """The leader's, or that of all interfaces where it is not this machine's (a name that a proxy answers for)."""
     try:
-        host = socket.getaddrinfo(plan.leader, None, type=socket.SOCK_STREAM)[0][4][0]
-        return socket.create_server((host, plan.channel_port), family=_family(str(host)))
+        host = str(socket.getaddrinfo(plan.leader, None, type=socket.SOCK_STREAM)[0][4][0])
+        bind(host, 0).close()
     except OSError:
-        pass
+        return "0.0.0.0"
+    return host
+
+
+def bind(host: str, port: int) -> socket.socket:
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+
+
+def listen(plan: HostPlan) -> socket.socket:
     try:
-        return socket.create_server(("", plan.channel_port))
+        return bind(own_address(plan), plan.channel_port)
     except OSError as error:
-        raise ConfigError(f"cannot bind port {plan.channel_port} (--master-port + 1): {error.strerror}") from error
+        raise ConfigError(f"cannot bind port {plan.channel_port} (--master-port + 1): {error.strerror}; choose "
+                          "another") from error
 
 
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
+def refuse_followers(plan: HostPlan, message: str) -> None:
+    """Instead of serving: they need not wait for a host 0 that cannot start. Returns once all know, or those that came
+    in REFUSAL_SECONDS."""
+    seconds, told = min(plan.timeout_seconds, REFUSAL_SECONDS), set()
+    end = time.monotonic() + seconds
+    print(f"Host 0 cannot start, and tells the others for up to {seconds:g} s: {message}", file=sys.stderr, flush=True)
+    try:
+        listener = listen(plan)
+    except ConfigError:
+        return
+    with listener:
+        while len(told) < plan.count - 1 and (left := end - time.monotonic()) > 0:
+            listener.settimeout(left)
+            try:
+                connection = Connection(listener.accept()[0], FromFollower)
+                hello = connection.receive(HELLO_SECONDS, LARGEST_HELLO)
+            except (Gone, OSError):  # time is up, or it is not one of us
+                continue
+            _tell([connection], Refused(f"{plan.name(0)} cannot start: {message}"))
+            if isinstance(hello, Hello | Failed):
+                told.add(hello.rank)
 
 
 def wait_for_followers(plan: HostPlan, listener: socket.socket, fingerprint: Mapping[str, str]) -> LeaderHosts:

@@ -46,6 +46,7 @@ Build = Callable[[EngineConfig], tuple[Runner, EngineInfo, tuple[int, ...], Comp
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True):
     message: str
+    is_config: bool  # else another host is gone: the same service may start the next time
 
 
 class CoreProcess:
@@ -87,7 +88,7 @@ def launch_core(build: str, config: EngineConfig) -> CoreProcess:
             raise EngineDead(f"the engine core died at start with {_describe_exit(code)}; its error is above")
         started = msgspec.msgpack.decode(payload, type=Ready | StartFailed)
         if isinstance(started, StartFailed):
-            raise ConfigError(started.message)
+            raise ConfigError(started.message) if started.is_config else EngineDead(started.message)
     except BaseException:
         _clean_up(process, address)
         raise
@@ -112,7 +113,7 @@ def main() -> None:
         try:
             runner, info, eos_token_ids, compile_grammar = _find(build)(config)
         except PageloomError as error:
-            pipe.write(msgspec.msgpack.encode(StartFailed(str(error))))
+            pipe.write(msgspec.msgpack.encode(StartFailed(str(error), isinstance(error, ConfigError))))
             pipe.flush()
             os._exit(2)  # jax.distributed's own end would wait for other hosts, and then complain
         except Exception:  # of any kind

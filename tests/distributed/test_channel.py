@@ -6,16 +6,18 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from serving.config import HostPlan
+import serve
+from serving.config import EngineConfig, HostPlan, ServerConfig
 from serving.distributed import connection, hosts, leading
 from serving.distributed.connection import Connection
 from serving.distributed.following import FollowerHosts, join_leader, report_failure
 from serving.distributed.hosts import describe_difference
-from serving.distributed.leading import LeaderHosts, listen, wait_for_followers
+from serving.distributed.leading import LeaderHosts, listen, refuse_followers, wait_for_followers
 from serving.distributed.messages import HEADER, FromFollower, FromLeader, Hello, Refused, Step
 from serving.errors import ConfigError, EngineDead
 
@@ -92,7 +94,7 @@ def everywhere(leader: LeaderHosts, followers: list[FollowerHosts], act: Callabl
             return act(host)
         except Exception as error:
             if isinstance(host, LeaderHosts):
-                host.fail(str(error))
+                host.fail(error)
             return error
 
     with ThreadPoolExecutor() as pool:
@@ -155,6 +157,43 @@ def test_one_that_cannot_start_says_so_at_once(counted: set[int]):
         for one in (led, waiting):
             with pytest.raises(ConfigError, match=r"^host 2 cannot start: --model: /x: no such folder$"):
                 one.result(20)
+
+
+def test_a_leader_that_cannot_start_tells_those_who_wait():
+    """They look for it before it is there, and it stays until all know."""
+    global PORT
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        PORT = probe.getsockname()[1]
+    with ThreadPoolExecutor() as pool, socket.create_server(("127.0.0.1", 0)) as taken:
+        waiting = pool.submit(follower, 1, 3)
+        failing = pool.submit(report_failure, plan(2, 3), "--model: no such folder")
+        config = ServerConfig(engine=EngineConfig(hosts=plan(0, 3)), port=taken.getsockname()[1])
+        with pytest.raises(ConfigError, match=r"^cannot bind 127.0.0.1:"):
+            serve._lead(config, 0.0)
+        assert failing.result(10) is None
+        with pytest.raises(ConfigError, match=r"^host 0 \(127.0.0.1\) cannot start: cannot bind 127.0.0.1:"):
+            waiting.result(10)
+    refuse_followers(plan(0, 2, timeout=0.1), "nobody comes")
+
+
+def test_a_leader_that_dies_before_all_are_there():
+    """Not a mistake in the configuration: it may start again."""
+    with ThreadPoolExecutor() as pool, socket.create_server(("127.0.0.1", 0)) as dying:
+        joining = pool.submit(join_leader, replace(plan(1, 3), port=dying.getsockname()[1] - 1), SAME)
+        dying.accept()[0].close()
+        with pytest.raises(EngineDead, match=r"^host 0 \(127.0.0.1\) is gone before the service has started: "):
+            joining.result(10)
+
+
+def test_a_leader_that_fails_is_no_mistake_of_the_others():
+    """Where the configuration is to blame all end with code 2, which launchers take for final; else with code 1."""
+    for error, kind, line in ((ConfigError("--mesh 9x1"), ConfigError, r"^--mesh 9x1$"),
+                              (RuntimeError("out of memory"), EngineDead, r"^host 0 .* has ended: RuntimeError\('out")):
+        with joined(2) as (leader, followers):
+            leader.fail(error)
+            with pytest.raises(kind, match=line):
+                followers[0].least("pages", 3)
 
 
 def test_a_leader_that_is_not_there():
@@ -255,7 +294,7 @@ def test_beats_keep_an_idle_connection(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_follower_that_fails_says_why():
     with joined(2) as (leader, followers):
-        followers[0].fail("--model: no such folder")
+        followers[0].fail(ConfigError("--model: no such folder"))
         with pytest.raises(EngineDead, match=r"^host 1 \(127.0.0.1\) has ended: --model: no such folder$"):
             leader.least("pages", 3)
 

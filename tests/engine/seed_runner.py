@@ -7,7 +7,7 @@ import zlib
 
 from serving.config import EngineConfig
 from serving.engine.plan import StepPlan, StepResult
-from serving.errors import ConfigError
+from serving.errors import ConfigError, EngineDead
 from serving.request import EngineInfo, EngineRequest, Logprobs, SamplingParams
 
 VOCAB = 1000
@@ -91,6 +91,8 @@ def make_info(runner) -> EngineInfo:
 def build(config: EngineConfig) -> tuple[SeedRunner, EngineInfo, tuple[int, ...], None]:
     if config.model == "bad config":
         raise ConfigError("no model at /nowhere: give --model a path")
+    if config.model == "a host gone":
+        raise EngineDead("host 1 is gone")
     if config.model == "bug at start":
         raise RuntimeError("a bug in start-up")
     if config.model == "killed at start":

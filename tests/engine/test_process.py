@@ -83,6 +83,12 @@ def test_a_start_up_error_comes_back_as_its_one_line():
         launch_core("tests.engine.seed_runner:build", EngineConfig(model="bad config"))
 
 
+def test_what_is_no_mistake_of_the_configuration_is_told_apart():
+    """Another host is gone: launchers may start the same service again."""
+    with pytest.raises(EngineDead, match="^host 1 is gone$"):
+        launch_core("tests.engine.seed_runner:build", EngineConfig(model="a host gone"))
+
+
 def test_a_bug_at_start_is_told_with_its_traceback(capfd):
     with pytest.raises(EngineDead, match="died at start with exit code 1; its error is above"):
         launch_core("tests.engine.seed_runner:build", EngineConfig(model="bug at start"))
