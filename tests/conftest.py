@@ -2,11 +2,9 @@
 compilation: tiny models take seconds to compile and milliseconds to run. Modules marked `optimized` compile as a server
 does, and so do the servers of tests/e2e."""
 
-import ctypes
 import gc
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,10 +60,11 @@ def forget_programs(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("slow") is not None:
         import jax  # after the environment above
 
+        from serving.runner.compiler import return_freed_memory
+
         gc.collect()
         jax.clear_caches()
-        if sys.platform == "linux":  # whose allocator keeps what was freed
-            ctypes.CDLL(None).malloc_trim(0)
+        return_freed_memory()
 
 
 @pytest.fixture(scope="session")

@@ -1,12 +1,15 @@
 """How many pages fit, from bytes."""
 
+import ctypes
 import os
 
 import jax
+import psutil
 import pytest
 
 from serving.errors import ConfigError
 from serving.runner import memory
+from serving.runner.compiler import return_freed_memory
 from serving.runner.memory import MemoryPlan
 from sharding.mesh import make_mesh, parse_mesh
 
@@ -36,3 +39,20 @@ def test_more_pages_than_a_device_has_room_for(monkeypatch: pytest.MonkeyPatch):
 def test_fewer_than_two_pages_are_none():
     with pytest.raises(ConfigError, match="does not fit"):
         pages(1)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc's")
+def test_memory_that_compilers_freed_goes_back_to_the_system():
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    size = 1 << 16
+    blocks = [libc.malloc(size) for _ in range(2000)]
+    for block in blocks:
+        ctypes.memset(block, 1, size)
+    for block in blocks[:-1]:  # the last one keeps the allocator from giving back those before it
+        libc.free(block)
+    before = psutil.Process().memory_info().rss
+    return_freed_memory()
+    libc.free(blocks[-1])
+    assert before - psutil.Process().memory_info().rss > 1500 * size
