@@ -73,6 +73,16 @@ class Lark:
         rest = text[len(head):]
         return f"{lazy} {self.literal(rest)}" if rest else lazy
 
+    def free(self, ends: Sequence[str]) -> tuple[str, list[str]]:
+        """(any text that none of these ends, for each of them any text up to and with its first occurrence). Where all
+        begin with a special token the text may have the others, as between the messages of a conversation."""
+        firsts = [self._pieces(end)[0] for end in ends]
+        if not all(first in self._special for first in firsts):
+            return self.rule(TEXT), [self.until(end) for end in ends]
+        others = sorted(set(self._special.values()) - {self._special[first] for first in firsts})
+        text = self.rule(f"(/(?s:.+)/ | <[{','.join(map(str, others))}]>)*" if others else TEXT)
+        return text, [f"{text} {self.literal(end)}" for end in ends]
+
     def regex(self, pattern: str, place: str, param: str) -> str:
         r"""\d means ASCII digits; the rest is Rust's `regex`, much as Python's `re`. Raises InvalidRequest."""
         check_escapes(pattern, place, param)

@@ -14,7 +14,7 @@ from typing import Any
 
 from serving.decoding.grammar.gbnf import lark_of
 from serving.decoding.grammar.json_schema import MAX_SCHEMA_BYTES, JsonForm, schema_part
-from serving.decoding.grammar.lark import TEXT, Lark
+from serving.decoding.grammar.lark import Lark
 from serving.errors import InvalidRequest
 
 MAX_NESTING = 32
@@ -96,9 +96,10 @@ class _Writer:
             left = begin[len(fitting[0]):]
             rest[fitting[0]].append(f"{self._lark.literal(left)} {after}" if left else after)
             whole.append(f"{self._lark.literal(begin)} {after}")
-        calls = self._lark.any_of(f"{self._lark.until(trigger)} ({self._lark.any_of(ends)})"
-                                  for trigger, ends in rest.items() if ends)
-        first, text = self._lark.any_of(whole), self._lark.rule(TEXT)
+        text, begun = self._lark.free(list(rest))
+        calls = self._lark.any_of(f"{begin} ({self._lark.any_of(ends)})"
+                                  for begin, ends in zip(begun, rest.values(), strict=True) if ends)
+        first = self._lark.any_of(whole)
         at_least_one, stop = self._flag(value, "at_least_one", place), self._flag(value, "stop_after_first", place)
         if stop:
             return first if at_least_one else f"({calls} | {text})"

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.api.fakes import SPECIAL, byte_tokenizer
 from tests.decoding.grammar.schema_cases import INT, obj
 from tests.decoding.grammar.toy import Grammars, toy_tokenizer
 
@@ -82,6 +83,21 @@ def test_what_the_gateway_forces_calls_with(grammars: Grammars) -> None:
     for text in (f"[TOOL_CALLS] [{call}]", f"[TOOL_CALLS] [{call}, {call}]"):
         assert grammars.accepts(grammars.matcher(structural_tag=json.dumps(tag)), text)
     assert not grammars.accepts(grammars.matcher(structural_tag=json.dumps(tag)), "[TOOL_CALLS] []")
+
+
+def test_special_tokens_stand_in_free_text_where_triggers_are_some() -> None:
+    """What the gateway forces JSON of gpt-oss with: a message in the one channel, then the answer in the other."""
+    grammars = Grammars(byte_tokenizer(special_tokens=(*SPECIAL, "<|channel|>", "<|message|>", "<|end|>")))
+    json_schema = {"type": "json_schema", "json_schema": obj(x=INT)}
+    tag = {"format": {"type": "triggered_tags", "triggers": ["<|channel|>analysis", "<|channel|>final"], "tags": [
+        {"begin": "<|channel|>analysis<|message|>", "content": {"type": "any_text"}, "end": "<|end|>"},
+        {"begin": "<|channel|>final<|message|>", "content": json_schema, "end": ""},
+    ], "at_least_one": True}}  # fmt: skip
+    answer = '<|im_start|>assistant<|channel|>final<|message|>{"x": 1}'
+    for text, fits in ((f"<|channel|>analysis<|message|>Hm.<|end|>{answer}", True), (answer, False),
+                       (f"<|channel|>analysis<|message|>Hm.<|end|>{answer[:-1]}", False),
+                       ("<|channel|>analysis<|message|>Hm.<|end|><|im_start|>x<|channel|>other", False)):
+        assert grammars.accepts(grammars.matcher(structural_tag=tag), text) == fits, text
 
 
 def test_once_triggered_the_rest_of_the_begin_is_forced(grammars: Grammars) -> None:
