@@ -18,6 +18,7 @@ import uvicorn
 
 from serving.api.grpc.server import create_grpc_server
 from serving.api.http.app import create_app
+from serving.api.http.protocol import Http
 from serving.api.service import Service
 from serving.config import ServerConfig
 from serving.errors import ConfigError, EngineDead
@@ -146,7 +147,7 @@ async def serve_apis(service: Service, ports: Ports, on_ready: Callable[[], None
         stop.set()
 
     http = _Uvicorn(uvicorn.Config(
-        create_app(service), log_level="warning", access_log=False, lifespan="off", http="httptools", ws="none",
+        create_app(service), log_level="warning", access_log=False, lifespan="off", http=Http, ws="none",
         timeout_graceful_shutdown=LAST_ANSWERS_SECONDS, timeout_keep_alive=75, server_header=False,
     ))  # fmt: skip
     rpc: grpc.aio.Server | None = None

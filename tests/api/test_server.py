@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 
+from serving.api.http.protocol import MAX_HEAD_BYTES
 from serving.api.server import bind_ports, serve_apis
 from serving.config import ServerConfig
 from serving.errors import ConfigError, EngineDead
@@ -180,3 +181,22 @@ async def test_an_oversized_body_over_a_socket(serve: Serve) -> None:
             answer = await client.post(url, content=chunks(), headers={"content-type": "application/json"})
             assert answer.status_code == 413
         assert (await client.get(f"http://127.0.0.1:{ports.http_port}/health")).status_code == 200
+
+
+async def _answer(port: int, request: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    with contextlib.closing(writer):
+        return await asyncio.wait_for(reader.readline(), SECONDS)
+
+
+async def test_an_offer_of_http2_and_endless_headers(serve: Serve) -> None:
+    """The offer as Java's client makes it."""
+    body = b'{"prompt": "hi"}'
+    head = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: %d\r\n" % len(body)
+    upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\n"
+    async with listening(serve(config=PORTS)) as ports:
+        for headers in (upgrade, b"x: " + b"y" * 200_000 + b"\r\n"):
+            assert await _answer(ports.http_port, head + headers + b"\r\n" + body) == b"HTTP/1.1 200 OK\r\n"
+        endless = head + b"x: " + b"y" * (MAX_HEAD_BYTES + 1)
+        assert await _answer(ports.http_port, endless) == b"HTTP/1.1 400 Bad Request\r\n"
