@@ -31,7 +31,8 @@ LEADER_WORKER_SET = _object(
     ("apiVersion", "kind", "metadata", "spec"),
     apiVersion={"const": "leaderworkerset.x-k8s.io/v1"},
     kind={"const": "LeaderWorkerSet"},
-    metadata=_object(("name",), name=TEXT, labels={"type": "object", "additionalProperties": TEXT}),
+    metadata=_object(("name",), name=TEXT, labels={"type": "object", "additionalProperties": TEXT},
+                     annotations=_object(**{"leaderworkerset.sigs.k8s.io/exclusive-topology": TEXT})),
     spec=_object(
         ("leaderWorkerTemplate",),
         replicas=COUNT,
@@ -129,6 +130,7 @@ def test_all_chips_of_the_gpu_machine_are_in_the_mesh():
 
 def test_the_hosts_of_a_slice_agree():
     workers, _ = documents(DEPLOY / "tpu-leaderworkerset.yaml")
+    assert "cloud.google.com/gke-nodepool" in workers["metadata"]["annotations"].values(), "one slice, not two halves"
     size = workers["spec"]["leaderWorkerTemplate"]["size"]
     leader, follower = pod_templates(workers)
     (first,), (second,) = leader["spec"]["containers"], follower["spec"]["containers"]
