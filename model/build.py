@@ -29,15 +29,15 @@ class Kernels:
     num_kv_layers: int
     experts: ExpertsBackend | None
 
-    def kv_layout(self, config: ModelConfig, num_pages: int) -> KVLayout | LatentLayout:
+    def kv_layout(self, num_pages: int) -> KVLayout | LatentLayout:
         """Of what this kind of attention keeps of each token."""
         if isinstance(self.attention, latent_attention.LatentBackend):
             return self.attention.layout(self.num_kv_layers, num_pages)
         return self.attention.layout(self.num_kv_layers, num_pages, self.num_kv_heads)
 
-    def kv_pages(self, config: ModelConfig, rules: AxisRules, num_pages: int) -> jax.ShapeDtypeStruct:
+    def kv_pages(self, rules: AxisRules, num_pages: int) -> jax.ShapeDtypeStruct:
         """All of them, with the sharding that their axes ask for. num_pages: of all data groups."""
-        layout = self.kv_layout(config, num_pages)
+        layout = self.kv_layout(num_pages)
         return jax.ShapeDtypeStruct(layout.shape, layout.dtype, sharding=rules.sharding(layout.axes, layout.shape))
 
 

@@ -29,7 +29,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from sharding.exchange import Exchange, MeshAxes, row_slices
+from sharding.exchange import Exchange, row_slices
+from sharding.rules import MeshAxes
 
 
 class Choices(NamedTuple):

@@ -23,8 +23,7 @@ from model.config import Activation, ClampedSwiGLU, ModelConfig, MoESpec, Projec
 from model.dispatch import Choices, Dispatch, WeightedInputs, count
 from model.layers import gated, param
 from pallas_kernels.grouped_matmul.api import Backend
-from sharding.exchange import MeshAxes
-from sharding.rules import Axes, AxisRules
+from sharding.rules import Axes, AxisRules, MeshAxes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ Axis letters: T tokens, S rows, D model dim, V vocab, L periods of a stack, Lm l
 groups, F features: those of n taps, n D.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -184,29 +184,33 @@ def abstract_model(config: ModelConfig, rules: AxisRules, attention: AnyAttentio
     return nnx.eval_shape(lambda: Transformer(config, rules, attention, experts, rngs=nnx.Rngs(0), dtype=dtype))
 
 
+def variables_of(model: nnx.Module, kind: type[nnx.Variable] = nnx.Param) -> Iterator[tuple[Path, nnx.Variable]]:
+    """Every parameter, or variable of another kind, with its path."""
+    for path, variable in nnx.to_flat_state(nnx.state(model, kind)):
+        yield tuple(map(str, path)), variable
+
+
 def param_dtypes(model: nnx.Module) -> Mapping[Path, jnp.dtype]:
     """Of every parameter, by path."""
-    return {
-        tuple(str(part) for part in path): variable.get_value().dtype
-        for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))
-    }
+    return {path: variable.get_value().dtype for path, variable in variables_of(model)}
 
 
 def param_axes(model: nnx.Module) -> Mapping[Path, tuple[tuple[int, ...], Axes]]:
     """Shape and logical axes of every parameter, by path; stacked parameters gain the axis "layers"."""
     found = {}
-    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+    for path, variable in variables_of(model):
         shape, axes = variable.get_value().shape, variable.get_metadata("axes")
-        found[tuple(str(part) for part in path)] = (shape, ("layers", *axes) if len(axes) < len(shape) else axes)
+        found[path] = (shape, ("layers", *axes) if len(axes) < len(shape) else axes)
     return found
 
 
-def with_params(model: AnyModule, params: Mapping[Path, jax.Array]) -> AnyModule:
-    """The abstract model with arrays for every parameter, and for placements of experts where they are given."""
+def with_params(model: AnyModule, params: Mapping[Path, jax.Array | jax.ShapeDtypeStruct]) -> AnyModule:
+    """The abstract model with arrays, or shapes with shardings, for every parameter, and for placements of experts
+    where they are given."""
     structure, state = nnx.split(model)
     flat = []
     for path, variable in nnx.to_flat_state(state):
-        name = tuple(str(part) for part in path)
+        name = tuple(map(str, path))
         given = name in params or not isinstance(variable, Placement)  # a placement may stay a shape
         flat.append((path, variable.replace(params[name]) if given else variable))
     return nnx.merge(structure, nnx.from_flat_state(flat))

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from flax import nnx
 
 from checkpoints.errors import CheckpointError
 from checkpoints.open import open_checkpoint
 from checkpoints.orbax_folder import check_new, save_folder
 from model.transformer import Path as ParamPath
+from model.transformer import variables_of
 from serving.config import Dtype, EngineConfig
 from serving.decoding.speculation.config import SpeculativeConfig
 from serving.drafters.loading import Surroundings
@@ -60,8 +60,7 @@ def _beside(engine: EngineConfig, loaded: LoadedModel) -> dict[str, Mapping[Para
         max_model_len=None, attention_backend=engine.attention_backend, progress=True,
     )  # fmt: skip
     layer = load_mtp(SpeculativeConfig(method="mtp", num_speculative_tokens=1), around)
-    return {LAYER: {tuple(map(str, path)): variable.get_value()
-                    for path, variable in nnx.to_flat_state(nnx.state(layer, nnx.Param))}}  # fmt: skip
+    return {LAYER: {path: variable.get_value() for path, variable in variables_of(layer)}}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -25,7 +25,7 @@ PAGE, RACES = 16, 40
 def logits(loaded: LoadedModel, tokens: list[int]) -> np.ndarray:
     """After each of the tokens, f32."""
     count, pages = len(tokens), -(-len(tokens) // PAGE)
-    layout = loaded.kernels.kv_layout(loaded.model.config, pages + 1)
+    layout = loaded.kernels.kv_layout(pages + 1)
     lens = jnp.array([count], jnp.int32)
     step = StepBatch(tokens=jnp.array(tokens, jnp.int32), positions=jnp.arange(count, dtype=jnp.int32),
                      page_table=1 + jnp.arange(pages, dtype=jnp.int32)[None], kv_lens=lens,

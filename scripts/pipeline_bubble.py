@@ -87,7 +87,7 @@ def compiled_steps(stages: int):
 
     tokens = size = 16
     while (count := pipeline.num_micro_batches(tokens, tokens, stages, "cpu")) * size == tokens:
-        layout = kernels.kv_layout(config, 1 + tokens)
+        layout = kernels.kv_layout(1 + tokens)
         pages = jnp.zeros(layout.shape, dtype, device=rules.sharding(layout.axes, layout.shape))
         zeros, upward = jnp.zeros(tokens, jnp.int32), jnp.arange(tokens + 1, dtype=jnp.int32)
         batch = StepBatch(zeros, zeros, 1 + upward[:-1, None], zeros + 1, upward, jnp.full(3, tokens, jnp.int32))

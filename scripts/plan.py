@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> None:
     print_ranking(console, plans, question, args.rank)
     print_mesh(console, plans[0], question)
     if not any(plan.memory.fits for plan in plans):
-        for line in suggestions(config, topology, plans):
+        for line in suggestions(topology, plans):
             console.print(line)
     console.print(f"Planning took {time.perf_counter() - started:.1f} s.")
     if args.json:

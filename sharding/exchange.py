@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-MeshAxes: TypeAlias = tuple[str, ...]
+from sharding.rules import MeshAxes
 
 
 class Slices(NamedTuple):

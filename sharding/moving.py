@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, Num
 
-from sharding.exchange import Exchange, MeshAxes, place_slices
-from sharding.rules import AxisRules
+from sharding.exchange import Exchange, place_slices
+from sharding.rules import AxisRules, MeshAxes
 
 
 def spread_experts(rules: AxisRules, exchange: Exchange, weights: Num[Array, "L A ..."], sources: Int[Array, "L P"]

@@ -35,12 +35,12 @@ class DraftModel(nnx.Module):
         self.sampling: DraftSampling = sampling
 
     def state_shapes(self, num_pages: int) -> jax.ShapeDtypeStruct:
-        return self.kernels.kv_pages(self.model.config, self.model.rules, self.spares.with_spares(num_pages))
+        return self.kernels.kv_pages(self.model.rules, self.spares.with_spares(num_pages))
 
     def propose(self, state: jax.Array, settled: Settled, batch: StepBatch, rows: SamplingRows, num_drafts: int,
                 embedding: jax.Array, output_matrix: jax.Array) -> tuple[Drafts, jax.Array]:  # fmt: skip
         model, groups = self.model, self.spares.groups
-        layout = self.kernels.kv_layout(model.config, 1)
+        layout = self.kernels.kv_layout(1)
         table = self.spares.table(batch, state.shape[layout.axes.index("pages")])
 
         def draw(hidden: Float[Array, "S D"], depth: int | Int[Array, ""]):

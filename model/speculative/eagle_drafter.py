@@ -45,7 +45,7 @@ class EagleDrafter(nnx.Module):
         assert spares.guesses >= num_guesses(tree, max_drafts)
 
     def state_shapes(self, num_pages: int) -> jax.ShapeDtypeStruct:
-        return self.kernels.kv_pages(self.network.config, self.network.rules, self.spares.with_spares(num_pages))
+        return self.kernels.kv_pages(self.network.rules, self.spares.with_spares(num_pages))
 
     def propose(self, state: jax.Array, settled: Settled, batch: StepBatch, rows: SamplingRows, num_drafts: int,
                 embedding: jax.Array, output_matrix: jax.Array) -> tuple[Drafts, jax.Array]:  # fmt: skip

@@ -29,12 +29,10 @@ from model.sampling import SamplingRows
 from model.speculative.common import SparePages, drawn_chain, guess_batch, settled_batch, take_rows
 from model.speculative.drafter import Drafts, Settled
 from model.speculative.draws import DraftSampling, draw_drafts
-from model.transformer import Carried, LayerStack, logits_of
+from model.transformer import Carried, LayerStack, Path, logits_of
 from model.vocabulary import embed_tokens
 from pallas_kernels.latent_attention.api import LatentBackend
 from sharding.rules import AxisRules
-
-Path = tuple[str, ...]
 
 
 def mtp_config(target: ModelConfig) -> ModelConfig:
@@ -70,7 +68,7 @@ class MTP(nnx.Module):
         self.stack = LayerStack(config, spec, spec, rules, attention.attend, kernels.experts, rngs=rngs, dtype=dtype)
 
     def state_shapes(self, num_pages: int) -> jax.ShapeDtypeStruct:
-        return self.kernels.kv_pages(self.config, self.rules, self.spares.with_spares(num_pages))
+        return self.kernels.kv_pages(self.rules, self.spares.with_spares(num_pages))
 
     def __call__(self, kv_pages: jax.Array, batch: StepBatch, states: Float[Array, "T D"],
                  embedding: Float[Array, "V D"]) -> tuple[Float[Array, "T D"], jax.Array]:  # fmt: skip
@@ -85,7 +83,7 @@ class MTP(nnx.Module):
 
     def propose(self, state: jax.Array, settled: Settled, batch: StepBatch, rows: SamplingRows, num_drafts: int,
                 embedding: jax.Array, output_matrix: jax.Array) -> tuple[Drafts, jax.Array]:  # fmt: skip
-        groups, layout = self.spares.groups, self.kernels.kv_layout(self.config, 1)
+        groups, layout = self.spares.groups, self.kernels.kv_layout(1)
         table = self.spares.table(batch, state.shape[layout.axes.index("pages")])
 
         project_to = partial(logits_of, self.config)

@@ -33,10 +33,10 @@ def compile_step(target: Target, step: StepConfig, backend_name: str, shape: Ste
     page_size = PAGE_SIZE[target.device.platform] * mesh.shape["context"]
     kernels = choose_kernels(config, rules, dtype, attention_backend=backend_name, page_size=page_size,
                              options=options)  # fmt: skip
-    page_bytes = bytes_per_device(kernels.kv_pages(config, rules, 1))
+    page_bytes = bytes_per_device(kernels.kv_pages(rules, 1))
     num_pages = step.kv_bytes // page_bytes
     model = model_shapes(config, rules, kernels, dtype)
-    model = with_params(model, param_shapes(model))  # type: ignore[arg-type]
+    model = with_params(model, param_shapes(model))
     drafter = None if step.speculation is None else drafter_shapes(step, model, dtype, backend_name, page_size)
     program = StepProgram(model, kernels, max_num_seqs=step.max_num_seqs, num_drafts=shape.num_drafts, drafter=drafter)
     state, row_pages = program.state_shapes(num_pages), -(-step.max_model_len // page_size)
@@ -54,7 +54,7 @@ def drafter_shapes(step: StepConfig, target: Transformer, dtype: jnp.dtype, back
                           max_model_len=step.max_model_len, attention_backend=backend_name, progress=False)
     config = read_eagle3(step.head, target.config, step.max_model_len)
     network, kernels = make_eagle3(config, around, has_offsets=True, has_embedding=False)
-    network = with_params(network, param_shapes(network))  # type: ignore[arg-type]
+    network = with_params(network, param_shapes(network))
     return drafter_of(network, kernels, SpeculativeConfig.of(step.speculation), around)
 
 

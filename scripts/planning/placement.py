@@ -175,4 +175,4 @@ def place(config: ModelConfig, topology: Topology, layout: MeshLayout, sizes: Si
     model = model_shapes(config, rules, kernels, sizes.dtype)
     params = param_shapes(model)
     return Placement(config=config, topology=topology, layout=layout, sizes=sizes, rules=rules, kernels=kernels,
-                     model=with_params(model, params), params=params)  # type: ignore[arg-type]
+                     model=with_params(model, params), params=params)

@@ -34,7 +34,7 @@ def ranked(plans: Sequence[MeshPlan], by: str) -> list[MeshPlan]:
     return sorted(plans, key=key)
 
 
-def suggestions(config: ModelConfig, topology: Topology, plans: Sequence[MeshPlan]) -> Iterator[str]:
+def suggestions(topology: Topology, plans: Sequence[MeshPlan]) -> Iterator[str]:
     """What would make a model fit that fits on no mesh."""
     best = min(plans, key=lambda plan: plan.memory.missing)
     memory = best.memory

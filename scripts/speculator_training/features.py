@@ -117,10 +117,10 @@ class _Forward:
     def __init__(self, loaded: LoadedModel, taps: tuple[int, ...], longest: int):
         self._model, self._taps = loaded.model, taps
         self._num_tokens = -(-max(STEP_TOKENS, longest) // LOGITS_AT_ONCE) * LOGITS_AT_ONCE
-        layout = loaded.kernels.kv_layout(loaded.model.config, 1)
+        layout = loaded.kernels.kv_layout(1)
         self._page_size, self._row_pages = layout.page_size, -(-longest // layout.page_size)
         num_pages = 1 + STEP_ROWS + self._num_tokens // layout.page_size
-        layout = loaded.kernels.kv_layout(loaded.model.config, num_pages)
+        layout = loaded.kernels.kv_layout(num_pages)
         rules = loaded.model.rules
         self._pages = jnp.zeros(layout.shape, loaded.dtype, device=rules.sharding(layout.axes, layout.shape))
 

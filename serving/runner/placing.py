@@ -9,10 +9,9 @@ from functools import partial
 
 import jax
 import numpy as np
-from flax import nnx
 
 from model.experts import Placement
-from model.transformer import Path, Transformer
+from model.transformer import Path, Transformer, variables_of
 from sharding.exchange import exchange_for
 from sharding.expert_placement import first_placement, places_of
 from sharding.moving import spread_experts
@@ -48,13 +47,12 @@ def place_experts(model: Transformer, axes: Mapping[Path, tuple[tuple[int, ...],
 def _tables(model: Transformer) -> dict[Path, jax.Array]:
     """Of every layer, with its first placement."""
     found = {}
-    for path, variable in nnx.to_flat_state(nnx.state(model, Placement)):
+    for path, variable in variables_of(model, Placement):
         shape = variable.get_value().shape
-        parts = tuple(str(part) for part in path)
-        if parts[-1] == "places":
+        if path[-1] == "places":
             num_layers, num_experts, most = shape
             first = first_placement(num_layers, num_experts, num_experts + most - 1)
             places, replicas = places_of(first, num_experts, most)
-            found[parts] = jax.device_put(places, model.rules.whole)
-            found[(*parts[:-1], "replicas")] = jax.device_put(replicas, model.rules.whole)
+            found[path] = jax.device_put(places, model.rules.whole)
+            found[(*path[:-1], "replicas")] = jax.device_put(replicas, model.rules.whole)
     return found

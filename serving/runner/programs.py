@@ -31,7 +31,7 @@ class StepProgram:
         self._structure, params = nnx.split(model)
         self._drafter_structure, of_drafter = (None, ()) if drafter is None else nnx.split(drafter)
         self.params, self._tree = jax.tree.flatten((params, of_drafter))  # the model's come first
-        self.paths = [tuple(str(part) for part in path) for path, _ in nnx.to_flat_state(params)]  # of each of params
+        self.paths = [tuple(map(str, path)) for path, _ in nnx.to_flat_state(params)]  # of each of params
         self._config, self._rules, self._kernels, self._max_num_seqs = model.config, model.rules, kernels, max_num_seqs
         self.num_logprobs = min(MAX_LOGPROBS, model.config.vocab_size)
 
@@ -40,7 +40,7 @@ class StepProgram:
         config, drafter, num_pages = self._config, self.drafter, self._rules.num_groups * num_pages
         with_experts = sum(layer.moe is not None for layer in config.layers)
         experts = (with_experts, config.num_experts) if config.num_experts is not None else None
-        shapes = state_shapes(self._rules, self._kernels.kv_pages(config, self._rules, num_pages), self._max_num_seqs,
+        shapes = state_shapes(self._rules, self._kernels.kv_pages(self._rules, num_pages), self._max_num_seqs,
                               config.vocab_size, experts, self._num_drafts,
                               keeps_drawn=drafter is not None and drafter.probabilistic)  # fmt: skip
         return shapes if drafter is None else shapes._replace(drafter=drafter.state_shapes(num_pages))

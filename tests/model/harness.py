@@ -54,7 +54,7 @@ def kv_pages(model: Transformer, num_pages: int = 64, page_size: int = 8, dtype=
     """num_pages: of all data groups."""
     config, rules = model.config, model.rules
     kernels = choose_kernels(config, rules, jnp.dtype(dtype), attention_backend="xla", page_size=page_size)
-    layout = kernels.kv_layout(config, num_pages)
+    layout = kernels.kv_layout(num_pages)
     return jnp.zeros(layout.shape, dtype, device=rules.sharding(layout.axes, layout.shape))
 
 

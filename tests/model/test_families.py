@@ -245,7 +245,7 @@ def test_latent_pages_are_what_the_papers_say():
     config = read_config(PUBLISHED["DeepSeek-V3 in bfloat16"])
     rules = model_rules(config, make_mesh(parse_mesh("8x1")))
     kernels = choose_kernels(config, rules, jnp.dtype(jnp.bfloat16), attention_backend="xla", page_size=32)
-    layout = kernels.kv_layout(config, num_pages=4)
+    layout = kernels.kv_layout(num_pages=4)
     assert layout.page_bytes == 61 * 32 * 1152
     assert rules.spec(layout.axes, layout.shape) == jax.sharding.PartitionSpec(None, None, None, None)
     assert "latent KV pages" in rules.replicated

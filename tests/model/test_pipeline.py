@@ -158,7 +158,7 @@ def test_a_row_is_cut_where_a_micro_batch_ends():
 def test_pages_stay_in_place():
     model = harness.shapes_of(read_config(harness.config_json("olmo2")), "pipeline=2,tensor=2")
     kernels = choose_kernels(model.config, model.rules, jnp.dtype(jnp.float32), attention_backend="xla", page_size=8)
-    layout = kernels.kv_layout(model.config, 4096)
+    layout = kernels.kv_layout(4096)
     pages = jax.ShapeDtypeStruct(layout.shape, jnp.float32, sharding=model.rules.sharding(layout.axes, layout.shape))
     step = harness.batch([([1], 0)], num_tokens=64, num_rows=64)
     analysis = harness.all_logits.lower(model, pages, step).compile().memory_analysis()

@@ -132,7 +132,7 @@ def test_rankings_are_those_derived_by_hand(model: str, topology: str):
 def test_what_does_not_fit_says_by_how_much_and_what_would():
     found = plans("deepseek-v3", "v7x:2x2x1")
     placement = found[0].placement
-    lines = list(suggestions(placement.config, placement.topology, found))
+    lines = list(suggestions(placement.topology, found))
     assert f"lacks {found[0].memory.missing / 1e9:.2f} GB a device" in lines[0]
     assert lines[1].startswith("16 such devices would hold the weights")
     assert any("8-bit weights would fit" in line for line in lines)

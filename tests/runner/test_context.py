@@ -99,7 +99,7 @@ def compiled_step(mesh: str, shape: StepShape, num_pages: int) -> tuple[str, int
     rules, dtype = model_rules(config, make_mesh(parse_mesh(mesh))), jnp.dtype("float32")
     kernels = choose_kernels(config, rules, dtype, attention_backend="xla", page_size=16)
     model = model_shapes(config, rules, kernels, dtype)
-    program = StepProgram(with_params(model, param_shapes(model)), kernels, max_num_seqs=4)  # type: ignore[arg-type]
+    program = StepProgram(with_params(model, param_shapes(model)), kernels, max_num_seqs=4)
     state = program.state_shapes(num_pages)
     jitted, arguments = program.step(shape, state, 16)
     return jitted.lower(*arguments).compile().as_text(), bytes_per_device(state.kv_pages)

@@ -56,7 +56,7 @@ def mixed_kernel(refs: Any, *, problem: Problem, blocks: MixedBlocks):
 
                 @pl.when(b == 0)
                 def _():
-                    of_size(lambda size: _each(_query_copies(refs, problem, blocks, span, query_slot, size), "wait"))
+                    of_size(lambda size: _each(_query_copies(refs, problem, span, query_slot, size), "wait"))
 
                 page = span.first_page + b * blocks.fetch_pages
                 count = span.pages_from(page)
@@ -131,7 +131,7 @@ def _for_size(blocks: MixedBlocks, span: _Span, body):
         below = size
 
 
-def _query_copies(refs, problem: Problem, blocks: MixedBlocks, span: _Span, slot, size: int):
+def _query_copies(refs, problem: Problem, span: _Span, slot, size: int):
     rows = pl.ds(span.query_row, size)
     arrived = refs.arrived.at[slot]
     copy = partial(partial, pltpu.make_async_copy)
@@ -151,7 +151,7 @@ def _fetch_next(refs, problem: Problem, blocks: MixedBlocks):
         def _():
             slot = refs.cursor[_QUERIES_FETCHED] % blocks.slots
             refs.cursor[_QUERIES_FETCHED] += 1
-            _for_size(blocks, span, lambda n: _each(_query_copies(refs, problem, blocks, span, slot, n), "start"))
+            _for_size(blocks, span, lambda n: _each(_query_copies(refs, problem, span, slot, n), "start"))
 
         page = span.first_page + b * blocks.fetch_pages
         start_fetch(refs, problem, row, page, span.pages_from(page), refs.cursor[_FETCHED] % blocks.slots)
