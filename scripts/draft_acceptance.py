@@ -5,6 +5,7 @@ Without --draft-model: against the target itself with --noise, relative to each 
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import jax
@@ -13,9 +14,11 @@ import numpy as np
 from flax import nnx
 
 from checkpoints.default_model import default_model_path
+from checkpoints.errors import CheckpointError
 from model.batch import StepBatch
 from model.transformer import Transformer
 from serving.config import EngineConfig
+from serving.errors import PageloomError
 from serving.loading import LoadedModel, load_model
 from serving.tokenizer.load import load_tokenizer
 
@@ -64,7 +67,7 @@ def rates(target: np.ndarray, drafter: np.ndarray, temperature: float) -> dict[s
     }
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path)
     parser.add_argument("--model", default="", help="the target (default: the default model)")
@@ -72,9 +75,22 @@ def main() -> None:
     parser.add_argument("--noise", type=float, default=0.06)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.7])
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
+    if args.tokens < 1 or not all(0 < temperature < 1e3 for temperature in args.temperatures):
+        parser.error(f"--tokens {args.tokens} must be at least 1, --temperatures {args.temperatures} in 0 to 1000")
+    try:
+        measure(args, parser)
+    except (PageloomError, CheckpointError, OSError, UnicodeDecodeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def measure(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     path = args.model or str(default_model_path(True))
-    tokens = load_tokenizer(path).encode(args.text.read_text())[: args.tokens]
+    tokens = load_tokenizer(path).encode(args.text.read_text("utf-8"))[: args.tokens]
+    if not tokens:
+        parser.error(f"{args.text} is empty")
     loaded = load_model(EngineConfig(model=path, dtype="float32", block_size=PAGE))
     drafter = disturbed(loaded, args.noise)
     if args.draft_model:
@@ -91,4 +107,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

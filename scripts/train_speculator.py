@@ -9,11 +9,12 @@ interrupted goes on where it was. At the end: how often drafts are accepted, on 
 """
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
 from checkpoints.errors import CheckpointError
-from serving.errors import ConfigError
+from serving.errors import PageloomError
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -34,16 +35,25 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--intermediate-size", type=_positive, default=512, help="of EAGLE-3's MLP (default 512)")
     add("--epochs", type=_positive, default=6, help="passes over the text (default 6)")
     add("--batch-size", type=_positive, default=4, help="sequences a step (default 4)")
-    add("--learning-rate", type=float, default=1e-3, help="the highest; it rises and falls (default 0.001)")
+    add("--learning-rate", type=_rate, default=1e-3, help="the highest; it rises and falls (default 0.001)")
     add("--float8", action="store_true", help="store matrices in 8 bits where that changes them little: half the file")
     add("--seed", type=int, default=0)
     return parser.parse_args(arguments)
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, at least 1")
+    return int(text)
+
+
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number over 0")
     return value
 
 
@@ -54,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         run(options)
-    except (ConfigError, CheckpointError, Refused, TextError) as error:
+    except (PageloomError, CheckpointError, Refused, TextError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

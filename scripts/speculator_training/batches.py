@@ -46,7 +46,7 @@ class Corpus:
         return -(-max(len(sequence.tokens) for sequence in self.sequences) // 32) * 32
 
     def train(self) -> np.ndarray:
-        return np.array([i for i, sequence in enumerate(self.sequences) if not _is_held_out(sequence)])
+        return np.array([i for i, sequence in enumerate(self.sequences) if not _is_held_out(sequence)], np.int64)
 
     def held_out(self, temperature: float) -> np.ndarray:
         """Those written at this temperature."""

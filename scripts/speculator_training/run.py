@@ -27,6 +27,7 @@ from scripts.speculator_training.prompts import built_in
 from scripts.speculator_training.text import Sequence_
 from scripts.speculator_training.training import Plan, train
 from serving.config import EngineConfig
+from serving.errors import InvalidRequest
 from serving.llm import LLM
 from serving.loading import load_model
 from serving.request import SamplingParams
@@ -79,11 +80,14 @@ def writer(model: str, dtype: Any) -> Iterator[text.Target]:
     with LLM(model, dtype=dtype) as llm:
 
         def write(prompts: Sequence[str], sampling: Sequence[SamplingParams]) -> list[tuple[list[int], list[int]]]:
-            if llm.service.tokenizer.chat_template is None:
-                outputs = llm.generate(prompts, sampling, use_tqdm=False)
-            else:
-                messages = [[{"role": "user", "content": prompt}] for prompt in prompts]
-                outputs = llm.chat(messages, sampling, use_tqdm=False)
+            try:
+                if llm.service.tokenizer.chat_template is None:
+                    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+                else:
+                    messages = [[{"role": "user", "content": prompt}] for prompt in prompts]
+                    outputs = llm.chat(messages, sampling, use_tqdm=False)
+            except InvalidRequest as error:  # a prompt and its answer are longer than the context
+                raise Refused(f"--prompts or --max-tokens: {error}") from error
             return [(output.prompt_token_ids, output.outputs[0].token_ids) for output in outputs]
 
         yield write
@@ -100,6 +104,9 @@ def make_method(options: argparse.Namespace, target: Target, dtype: jnp.dtype, t
 
 def fit(options: argparse.Namespace, method: Method, target: Target, corpus: Corpus, work: Path) -> dict[str, Any]:
     """Trains, measures and writes the folder. Returns its `training.json`."""
+    if len(corpus.train()) < options.batch_size:
+        raise Refused(f"--text-tokens {options.text_tokens}: {len(corpus.train())} answers to train on, without those "
+                      f"held out, fill no batch of {options.batch_size}; give more tokens, or a lower --batch-size")
     drafted = most_frequent([corpus.sequences[i] for i in corpus.train()], options.draft_vocab_size,
                             target.config.vocab_size)
     frozen = Frozen(target.embedding, target.output, jnp.asarray(drafted))

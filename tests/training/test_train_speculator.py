@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,17 +15,19 @@ import pytest
 
 from model.families.registry import read_config
 from model.speculative.drafter import Settled
+from scripts.draft_acceptance import main as acceptance_main
 from scripts.speculator_training import features, objective, text, training
 from scripts.speculator_training.batches import Batch, Corpus
 from scripts.speculator_training.eagle3 import Eagle3
 from scripts.speculator_training.export import stored_dtype
 from scripts.speculator_training.method import Frozen, Method, Params, Target
-from scripts.speculator_training.run import fit, make_method, most_frequent
+from scripts.speculator_training.run import Refused, fit, make_method, most_frequent, writer
 from scripts.train_speculator import main, parse
 from serving.config import EngineConfig
 from serving.decoding.speculation.config import SpeculativeConfig
 from serving.drafters.loading import Surroundings
 from serving.drafters.make import load_drafter
+from serving.errors import InvalidRequest
 from serving.loading import LoadedModel, load_model
 from serving.request import SamplingParams
 from tests.model import eagle_reference as reference
@@ -232,6 +235,31 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     missing = ["--output", str(tmp_path / "new"), "--prompts", str(tmp_path / "none")]
     assert main([*begin, *missing]) == 2
     assert "--prompts" in capsys.readouterr().err
+    assert acceptance_main([str(tmp_path / "text"), "--model", str(tmp_path / "none")]) == 2
+    assert "none: no such file or folder" in capsys.readouterr().err
+    for flag, value in (("--learning-rate", "0"), ("--epochs", "many"), ("--batch-size", "0")):
+        with pytest.raises(SystemExit):
+            main([*begin, "--output", str(tmp_path / "new"), flag, value])
+        assert f"{flag}: '{value}' must be a" in capsys.readouterr().err
+
+
+def test_text_that_fills_no_batch_is_refused(corpus: Corpus, loaded: LoadedModel, tmp_path: Path):
+    """Heads that were not trained at all were written."""
+    options = parse(["--method", "medusa", "--output", str(tmp_path), "--text-tokens", "1000", "--batch-size", "99"])
+    target = Target.of(loaded)
+    method = make_method(options, target, loaded.dtype, (), corpus.features)
+    with pytest.raises(Refused, match="--text-tokens 1000: 46 answers to train on, .* fill no batch of 99"):
+        fit(options, method, target, corpus, tmp_path)
+
+
+def test_prompts_beyond_the_context_are_refused(monkeypatch: pytest.MonkeyPatch):
+    def generate(*_: Any, **__: Any) -> None:
+        raise InvalidRequest("the prompt has 99 tokens, the context 64", "prompt")
+
+    llm = SimpleNamespace(service=SimpleNamespace(tokenizer=SimpleNamespace(chat_template=None)), generate=generate)
+    monkeypatch.setattr("scripts.speculator_training.run.LLM", lambda *_, **__: nullcontext(llm))
+    with writer("", "auto") as write, pytest.raises(Refused, match="--prompts or --max-tokens: the prompt has 99"):
+        write(["long"], [SamplingParams()])
 
 
 def test_unrolled_states_are_those_of_drafting_anew():
