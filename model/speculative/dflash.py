@@ -101,12 +101,12 @@ def _published(hf: Mapping[str, Any]) -> tuple[Mapping[str, Any], int | None]:
     if rest.pop("sample_from_anchor", None):
         raise ValueError("sample_from_anchor=true of a DFlash drafter is not supported: a draft for the newest token's "
                          "own place beside those of the masks")  # fmt: skip
-    if (hidden := rest.pop("target_hidden_size", None)) not in (None, rest["hidden_size"]):
+    if (hidden := rest.pop("target_hidden_size", None)) not in (None, rest.get("hidden_size")):
         raise ValueError(f"target_hidden_size={hidden} of a DFlash drafter must be its hidden_size, "
-                         f"{rest['hidden_size']}")  # fmt: skip
+                         f"{rest.get('hidden_size')}")  # fmt: skip
     inputs = rest.pop("aux_hidden_state_layer_ids", None)  # of these layers
     own = {"block_size": rest.pop("block_size", 8), "mask_token_id": rest.pop("mask_token_id", None),
-           "target_layer_ids": None if inputs is None else [layer - 1 for layer in inputs]}  # fmt: skip
+           "target_layer_ids": None if inputs is None else [int(layer) - 1 for layer in inputs]}  # fmt: skip
     if rest.pop("sliding_window_non_causal", None):
         own["is_causal"] = False
     num_known = rest.pop("draft_vocab_size", None)
