@@ -11,6 +11,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -58,6 +59,12 @@ class RequestOutput:
     num_cached_tokens: int = 0
 
 
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Until it is stopped."""
+    loop.run_forever()
+    loop.close()
+
+
 class LLM:
     """Keyword arguments are the fields of `serving.config.EngineConfig`, or `tensor_parallel_size` and the like instead
     of `mesh`; `speculative_config`, `eplb_config` and `structured_outputs_config` may be dicts. Raises ConfigError when
@@ -71,8 +78,10 @@ class LLM:
         runner, info, eos_ids, compile_grammar = build_core(config, progress=progress)
         client = InProcessClient(runner, info, eos_ids, config, compile_grammar)
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="llm-events", daemon=True)
+        self._thread = threading.Thread(target=_run, args=(self._loop,), name="llm-events", daemon=True)
         self._thread.start()
+        self._closing = threading.Lock()
+        self._ending: Future[None] | None = None
         name = model.rstrip("/").rsplit("/", 1)[-1]
         self.service = Service(
             engine=client,
@@ -138,12 +147,18 @@ class LLM:
         return results
 
     def close(self) -> None:
-        if self._loop.is_closed():
-            return
-        self._wait(self.service.engine.shutdown(0.0))
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        """Calls of other threads that are under way end now, with what they have."""
+        with self._closing:
+            if self._ending is None:
+                self._ending = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+                self._ending.add_done_callback(lambda _: self._loop.stop())
+        self._ending.result()
         self._thread.join()
-        self._loop.close()
+
+    async def _end(self) -> None:
+        await self.service.engine.shutdown(0.0)
+        calls = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*calls, return_exceptions=True)  # their threads wait
 
     def __enter__(self) -> "LLM":
         return self
@@ -152,10 +167,11 @@ class LLM:
         self.close()
 
     def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
-        if self._loop.is_closed():
-            work.close()
-            raise EngineDead("this LLM was closed")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._closing:
+            if self._ending is not None:
+                work.close()
+                raise EngineDead("this LLM was closed")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
         except KeyboardInterrupt:

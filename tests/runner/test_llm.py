@@ -1,6 +1,8 @@
 """The LLM class on the real model: what a notebook does, and every sampling option end to end."""
 
 from collections.abc import Iterator
+from threading import Thread
+from time import sleep
 from typing import Any
 
 import pytest
@@ -138,7 +140,17 @@ def test_every_kind_of_schema_is_kept_to(llm: LLM):
 
 def test_a_closed_llm_says_so():
     llm = LLM(progress=False, **SIZES)
+    sampling, ended = SamplingParams(ignore_eos=True), []
+    calls = [Thread(target=lambda: ended.append(llm.generate([PROMPT] * 4, sampling, use_tqdm=False)), daemon=True)
+             for _ in range(3)]  # fmt: skip
+    for call in calls:
+        call.start()
+    while llm.service.lifecycle.live < 12:
+        sleep(0.01)
     llm.close()
+    for call in calls:
+        call.join(60)  # all were under way
+    assert {one.outputs[0].finish_reason for outputs in ended for one in outputs} == {"abort"} and len(ended) == 3
     llm.close()
     with pytest.raises(EngineDead, match="closed"):
         llm.generate(PROMPT, use_tqdm=False)

@@ -42,8 +42,8 @@ def _check_template(chat: ChatPrompt, template: str, documents: Any, needs_tools
     if "tool_calls" not in template:
         for i, message in enumerate(chat.messages):
             if message.tool_calls:
-                raise InvalidRequest(f"messages[{i}].tool_calls are not used by this model's chat template",
-                                     f"messages[{i}].tool_calls")
+                param = f"messages[{i}].tool_calls"  # or input, in a response
+                raise InvalidRequest(f"{param} has calls, which this model's chat template does not use", param)
 
 
 async def chat_prompt_ids(service: Service, chat: ChatPrompt, documents: list[dict[str, Any]] | None = None,
