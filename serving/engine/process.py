@@ -85,7 +85,8 @@ def launch_core(build: str, config: EngineConfig) -> CoreProcess:
             payload = pipe.read()
         if not payload:
             code = process.wait()
-            raise EngineDead(f"the engine core died at start with {_describe_exit(code)}; its error is above")
+            why = "as the kernel ends what needs too much memory" if code == -signal.SIGKILL else "its error is above"
+            raise EngineDead(f"the engine core died at start with {_describe_exit(code)}; {why}")
         started = msgspec.msgpack.decode(payload, type=Ready | StartFailed)
         if isinstance(started, StartFailed):
             raise ConfigError(started.message) if started.is_config else EngineDead(started.message)
