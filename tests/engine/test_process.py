@@ -96,7 +96,7 @@ def test_a_bug_at_start_is_told_with_its_traceback(capfd):
 
 
 def test_a_kill_at_start_is_named():
-    with pytest.raises(EngineDead, match="died at start with signal SIGKILL; as the kernel ends what needs too much memory"):
+    with pytest.raises(EngineDead, match="at start with signal SIGKILL; as the kernel ends what needs too much"):
         launch_core("tests.engine.seed_runner:build", EngineConfig(model="killed at start"))
 
 
