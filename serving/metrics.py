@@ -114,6 +114,11 @@ class EngineCollector(Collector):
         for index in range(info.num_groups):
             cache.add_metric((*self._group_labels(index), str(info.page_size), str(info.num_pages)), 1)
         yield cache
+        # Gateways read it at every scrape, and log that it is missing.
+        lora = GaugeMetricFamily("vllm:lora_requests_info", "LoRA adapters at work: there are none",
+                                 labels=(*LABELS, "max_lora", "running_lora_adapters", "waiting_lora_adapters"))
+        lora.add_metric((*self._labels, "0", "", ""), 0)
+        yield lora
 
     def _group_labels(self, index: int) -> tuple[str, str]:
         return self._labels[0], str(index)

@@ -51,6 +51,8 @@ def test_the_engines_books(serve: Serve) -> None:
     by_position = samples["vllm:spec_decode_num_accepted_tokens_per_pos_total"]
     assert by_position == {(("position", "0"),): 8, (("position", "1"),): 4}
     assert samples["vllm:cache_config_info"] == {(("block_size", "16"), ("num_gpu_blocks", "100")): 1}
+    [lora] = samples["vllm:lora_requests_info"]
+    assert dict(lora) == {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
 
 
 def test_a_data_group_is_an_engine(serve: Serve) -> None:
