@@ -11,19 +11,18 @@ from jax.experimental.pallas import tpu as pltpu
 Params = Any  # what `pallas_call(interpret=...)` and `plgpu.kernel(interpret=...)` take
 
 
-def tpu_params(detect_races: bool = True) -> Params:
+def tpu_params() -> Params:
     """Copies happen as late as the semaphores allow, buffers start as NaN, and reads out of bounds raise.
 
-    detect_races: two accesses of which one writes and that nothing orders raise; jax 0.10 only prints them, so tests
-    ask `races_found()` as well. After an exception in a kernel the interpreter's state is stale: call `reset()`.
+    Two accesses of which one writes and that nothing orders raise; jax 0.10 only prints them, so tests ask
+    `races_found()` as well. After an exception in a kernel the interpreter's state is stale: call `reset()`.
     """
     return pltpu.InterpretParams(
-        detect_races=detect_races, dma_execution_mode="on_wait", uninitialized_memory="nan",
-        out_of_bounds_reads="raise",
-    )
+        detect_races=True, dma_execution_mode="on_wait", uninitialized_memory="nan", out_of_bounds_reads="raise",
+    )  # fmt: skip
 
 
-def gpu_params(detect_races: bool = True) -> Params:
+def gpu_params() -> Params:
     """As tpu_params, for kernels of Mosaic GPU. NotImplementedError where this jax has no such interpreter."""
     try:
         from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
@@ -31,9 +30,7 @@ def gpu_params(detect_races: bool = True) -> Params:
         raise NotImplementedError(
             f"jax {jax.__version__} has no interpret mode for Mosaic GPU kernels; jax 0.10.2 and newer have"
         ) from error
-    return InterpretGPUParams(
-        detect_races=detect_races, uninitialized_memory="nan", out_of_bounds_reads="raise"
-    )
+    return InterpretGPUParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
 
 
 def reset() -> None:

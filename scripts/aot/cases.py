@@ -76,9 +76,9 @@ def attention_spec(shape: AttentionShape, page_size: int) -> AttentionSpec:
 
 
 def ragged_paged(shape: AttentionShape, rows: Rows, backend_name: str, devices: Sequence[Any], *,
-                 pool_bytes: int = POOL_BYTES, page_size: int | None = None) -> Program:
+                 pool_bytes: int = POOL_BYTES) -> Program:
     """Ragged paged attention. pool_bytes: of the KV cache, at least what the rows need (0: just that)."""
-    page_size = page_size or PAGE_SIZE[devices[0].platform]
+    page_size = PAGE_SIZE[devices[0].platform]
     backend = choose_backend(backend_name, attention_spec(shape, page_size), devices[0])
     metadata, num_pages = paged_metadata(rows, page_size)
     page_bytes = backend.layout(LAYERS, 1, shape.num_kv_heads).page_bytes

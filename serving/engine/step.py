@@ -17,7 +17,7 @@ class Step:
     sequences: list[Sequence]
 
     @classmethod
-    def of(cls, shares: list["GroupBuilder"], draft_length: int = 0) -> "Step | None":
+    def of(cls, shares: list["GroupBuilder"], draft_length: int) -> "Step | None":
         """The shares of all data groups, in order; None if there is no row in any."""
         if not any(share.num_rows for share in shares):
             return None

@@ -1,7 +1,6 @@
 """Two real hosts on one machine: `python -m serve` twice, four simulated devices each, over real sockets."""
 
 import re
-import shutil
 import signal
 import socket
 import threading
@@ -30,10 +29,8 @@ SECONDS = 10  # from a host's death to the end of the service
 
 
 @pytest.fixture(scope="module")
-def flags(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    shutil.copy(MODEL.parent / "tokenizer" / "bpe.model", folder / "tokenizer.model")
-    return ("--model", str(MODEL), "--tokenizer", str(folder), *SIZES)
+def flags(tokenizer: str) -> tuple[str, ...]:
+    return ("--model", str(MODEL), "--tokenizer", tokenizer, *SIZES)
 
 
 @dataclass

@@ -75,7 +75,7 @@ class ToolParser(StreamParser):
 
     def call_forms(self, special: Sequence[str]) -> list[dict[str, Any]]:
         """Outputs that are calls, loosely, as formats of structural tags. special: the markers that are special tokens.
-        None: not to be told so."""
+        Empty: they cannot be told so."""
         return [beginning(self.markers[0], special)]
 
     def make_id(self) -> str:

@@ -2,8 +2,6 @@
 
 import json
 import random
-import shutil
-from pathlib import Path
 
 import pytest
 
@@ -15,8 +13,6 @@ from tests.decoding.grammar.schema_cases import SCHEMAS, obj
 from tests.decoding.grammar.toy import Grammars, toy_tokenizer
 from tests.decoding.grammar.walk import random_output
 
-GOLDENS = Path(__file__).parents[2] / "goldens" / "tokenizer"
-
 
 @pytest.fixture(scope="module")
 def smollm2() -> Grammars:
@@ -24,11 +20,9 @@ def smollm2() -> Grammars:
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
+def llama(tokenizer: str) -> Grammars:
     """SentencePiece: texts begin with a space that an output in the middle of one does not have."""
-    folder = tmp_path_factory.mktemp("llama")
-    shutil.copy(GOLDENS / "bpe.model", folder / "tokenizer.model")
-    return Grammars(load_tokenizer(folder))
+    return Grammars(load_tokenizer(tokenizer))
 
 
 def rest_of_text(grammars: Grammars, text: str) -> list[int]:
