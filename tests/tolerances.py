@@ -12,3 +12,4 @@ GROUPED_MATMUL = {  # relative, and of the square root of D, the size of a sum o
     "quantized bfloat16": 8e-3,  # with scales of groups the GPU rounds each widened weight, and the result, to 8 bits
 }
 LOGPROBS_FLOAT32 = 5e-6  # the sum over a vocabulary in another order
+RANK = 1e-2  # relative: of a thousand tokens before one some are nearly as likely, and may come after it
