@@ -26,8 +26,8 @@ Message = Mapping[str, Any]
 
 def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
+    if isinstance(prompts, str | bytes | Mapping):
+        return [prompts]  # type: ignore[list-item]
     try:
         listed: list[Any] = list(prompts)
     except TypeError as error:
@@ -41,6 +41,8 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list[
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
     if isinstance(text, str) and (ids is None or ids is prompt):
         return text, tokenizer.encode(text)
+    if isinstance(ids, bytes):  # its numbers would pass for tokens
+        raise _no_prompt(prompt)
     try:
         return text if isinstance(text, str) else None, [operator.index(one) for one in ids]  # type: ignore[union-attr]
     except TypeError as error:
@@ -48,7 +50,7 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list[
 
 
 def _no_prompt(prompt: object) -> InvalidRequest:
-    return InvalidRequest(f"{prompt!r} is neither text, nor token ids, nor a dict with 'prompt' or 'prompt_token_ids'")
+    return InvalidRequest(f"{repr(prompt)[:100]} is neither text, nor token ids, nor a dict with 'prompt' or 'prompt_token_ids'")
 
 
 def list_sampling(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

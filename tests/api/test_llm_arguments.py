@@ -46,7 +46,8 @@ def test_prompts(tokenizer: Tokenizer):
     for given in ("Hello", ["Hello"], {"prompt": "Hello"}):
         assert [read_prompt(one, tokenizer)[0] for one in list_prompts(given)] == ["Hello"]  # type: ignore[arg-type]
     assert list_prompts([]) == []
-    for bad in (None, 7, [None], {}, {"prompt": None}, ["Hello", 5], [5, "Hello"], {"prompt_token_ids": "Hello"}):
+    for bad in (None, 7, [None], {}, {"prompt": None}, ["Hello", 5], [5, "Hello"], {"prompt_token_ids": "Hello"},
+                b"Hello", [b"Hello"]):
         with pytest.raises(InvalidRequest, match="is neither text, nor token ids, nor a dict"):
             for one in list_prompts(bad):  # type: ignore[arg-type]
                 read_prompt(one, tokenizer)
