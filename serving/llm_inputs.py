@@ -50,7 +50,8 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list[
 
 
 def _no_prompt(prompt: object) -> InvalidRequest:
-    return InvalidRequest(f"{repr(prompt)[:100]} is neither text, nor token ids, nor a dict with 'prompt' or 'prompt_token_ids'")
+    return InvalidRequest(f"{repr(prompt)[:100]} is neither text, nor token ids, nor a dict with 'prompt' or "
+                          "'prompt_token_ids'")
 
 
 def list_sampling(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
