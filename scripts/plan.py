@@ -125,7 +125,6 @@ def read_arguments(args: argparse.Namespace, topology):
     """(name of the model, its config, the engine's sizes, what to evaluate). PlanError names what is wrong."""
     import jax.numpy as jnp
 
-    from model.families.registry import read_config
     from scripts.planning.placement import Sizes
     from scripts.planning.plan import Question
     from scripts.planning.topology import PlanError
@@ -136,17 +135,7 @@ def read_arguments(args: argparse.Namespace, topology):
             raise PlanError(f"{flag} {target}: no file can be written there; its folder must exist")
     if args.plot and not args.plot.endswith(".png"):
         raise PlanError(f"--plot {args.plot} must end with .png")
-    path = Path(args.model)
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        hf = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise PlanError(f"--model {args.model}: no {file}; give a Hugging Face config.json or its folder") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise PlanError(f"--model {args.model}: {file.name} is not JSON ({error})") from error
-    if not isinstance(hf, dict):
-        raise PlanError(f"--model {args.model}: {file.name} is no JSON object; give a Hugging Face config.json")
-    config = read_config(hf, args.max_model_len)
+    name, config = read_model(args.model, args.max_model_len)
 
     def given(value: int | None, otherwise: int) -> int:
         return otherwise if value is None else value
@@ -181,7 +170,25 @@ def read_arguments(args: argparse.Namespace, topology):
     )  # fmt: skip
     contexts = sorted({c for c in (1024, 4096, 16384, 65536, context, max_model_len) if c <= max_model_len})
     question = Question(context=context, prompt=prompt, batches=batches, contexts=tuple(contexts))
-    return path.stem if path.is_file() else path.name, config, sizes, question
+    return name, config, sizes, question
+
+
+def read_model(model: str, max_model_len: int | None):
+    """(name, config). PlanError where there is none."""
+    from model.families.registry import read_config
+    from scripts.planning.topology import PlanError
+
+    path = Path(model)
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        hf = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise PlanError(f"--model {model}: no {file}; give a Hugging Face config.json or its folder") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise PlanError(f"--model {model}: {file.name} is not JSON ({error})") from error
+    if not isinstance(hf, dict):
+        raise PlanError(f"--model {model}: {file.name} is no JSON object; give a Hugging Face config.json")
+    return path.name if path.is_dir() else path.stem, read_config(hf, max_model_len)
 
 
 if __name__ == "__main__":
