@@ -145,7 +145,8 @@ class Gateway(Process):
         super().__init__([str(Path(sys.executable).with_name("smg")), "launch",
                           "--worker-urls", f"grpc://{server.grpc_address}", "--worker-startup-check-interval", "1",
                           "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port()),
-                          "--policy", "round_robin", "--disable-retries"], log)  # fmt: skip
+                          "--policy", "round_robin", "--tool-call-parser", "mistral",
+                          "--disable-retries"], log)  # fmt: skip
         try:
             self.wait_for(re.compile("Successfully loaded tokenizer"), 60)  # from the server, over gRPC
         except BaseException:

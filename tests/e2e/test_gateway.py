@@ -51,6 +51,18 @@ def test_sampling_fields_arrive(gateway: Gateway, server: Server):
     assert all(abs(a - b) < 1e-3 for a, b in zip(ours, expected, strict=False))
 
 
+def test_calls_are_forced(gateway: Gateway):
+    """With a structural tag, for the gateway reads Mistral's format here. How many there are is the model's choice."""
+    unit = {"type": "object", "properties": {"unit": {"enum": ["C", "F"]}}, "required": ["unit"],
+            "additionalProperties": False}  # fmt: skip
+    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": unit}}]
+    answer = httpx.post(f"{gateway.url}/v1/chat/completions", timeout=60, json={
+        "model": model_of(gateway), "messages": FRANCE, "temperature": 0, "max_tokens": 40, "tools": tools,
+        "tool_choice": "required"})  # fmt: skip
+    assert answer.status_code == 200, answer.text
+    assert "get_weather" in json.dumps(answer.json()["choices"][0]["message"])
+
+
 def test_two_at_once(gateway: Gateway):
     async def both() -> list[httpx.Response]:
         async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
