@@ -2,7 +2,10 @@
 
 import math
 import os
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
@@ -13,6 +16,7 @@ from serving.errors import ConfigError
 # one on a GPU or TPU must be long enough to pay.
 PAGE_SIZE = {"cpu": 16, "gpu": 64, "tpu": 128}
 _SHARE = {"cpu": 0.1, "gpu": 0.9, "tpu": 0.9}  # of the memory: of a host other programs need some, too
+_CGROUP_LIMITS = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +54,13 @@ def device_memory(mesh: Mesh) -> int:
     return host_memory() // len(devices)
 
 
-def host_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def host_memory(limits: Sequence[Path] = _CGROUP_LIMITS) -> int:
+    """Of this machine, or what a container may use of it."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in limits:
+        with suppress(OSError, ValueError):  # not there; "max"
+            memory = min(memory, int(limit.read_text()))
+    return memory
 
 
 def check_pool(num_pages: int, size: int, mesh: Mesh) -> None:

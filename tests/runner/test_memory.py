@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+from pathlib import Path
 
 import jax
 import psutil
@@ -25,8 +26,15 @@ def test_pages_are_rounded_down_to_a_thirty_second():
 @pytest.mark.parametrize(("mesh", "sharing"), [("1x1", 1), ("2x1", 2), ("2x4", 8)])
 def test_simulated_devices_of_a_mesh_share_the_hosts_memory(mesh: str, sharing: int):
     assert jax.local_device_count() == 8, "those that the mesh leaves idle take no memory"
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert memory.device_memory(make_mesh(parse_mesh(mesh))) == host // sharing
+    assert memory.device_memory(make_mesh(parse_mesh(mesh))) == memory.host_memory() // sharing
+
+
+def test_a_container_has_less_memory_than_its_host(tmp_path: Path):
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit, other = tmp_path / "memory.max", tmp_path / "none"
+    for text, want in (("max\n", whole), (f"{1 << 62}\n", whole), ("1000000\n", 1_000_000)):
+        limit.write_text(text)
+        assert memory.host_memory((other, limit)) == want
 
 
 def test_more_pages_than_a_device_has_room_for(monkeypatch: pytest.MonkeyPatch):
