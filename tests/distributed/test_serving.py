@@ -15,7 +15,7 @@ import pytest
 
 from tests.e2e.servers import Process, Server, free_port, serve, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(600)]
 
 MODEL = Path(__file__).parents[1] / "goldens" / "olmo2"
 GOLDEN = np.load(MODEL / "golden.npz")

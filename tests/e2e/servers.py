@@ -15,7 +15,7 @@ import httpx
 import psutil
 
 ROOT = Path(__file__).parents[2]
-START_SECONDS = 300  # a cold compilation cache on a slow machine
+START_SECONDS = 600  # a cold compilation cache on a slow machine
 READY = re.compile(r"Ready after .* at (http://\S+)/v1")
 NONE: Mapping[str, str] = MappingProxyType({})
 GRPC = re.compile(r"gRPC .* at (\S+)")
@@ -88,7 +88,7 @@ class Process:
                 process.kill()
             except psutil.NoSuchProcess:
                 pass
-        self.popen.wait(10)
+        self.popen.wait(60)
 
 
 class Server(Process):
@@ -98,13 +98,13 @@ class Server(Process):
         super().__init__(serve("--port", "0", "--grpc-port", "0", "--dtype", "float32", *flags), log, variables)
         try:
             self.url = self.wait_for(READY, START_SECONDS)[1]
-            self.grpc_address = self.wait_for(GRPC, 10)[1]
+            self.grpc_address = self.wait_for(GRPC, 60)[1]
         except BaseException:
             self.__exit__(None, None, None)
             raise
         self.core = psutil.Process(self.pid).children()[0]
 
-    def post(self, path: str, body: object, timeout: float = 60, **options) -> httpx.Response:
+    def post(self, path: str, body: object, timeout: float = 120, **options) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=timeout, **options)
 
     def complete(self, prompt: str | list[int], **fields) -> dict:
@@ -120,7 +120,7 @@ class Server(Process):
     def metrics(self) -> dict[str, float]:
         """Values by name; of a metric with several labels their sum."""
         values: dict[str, float] = {}
-        for line in httpx.get(self.url + "/metrics", timeout=10).text.splitlines():
+        for line in httpx.get(self.url + "/metrics", timeout=60).text.splitlines():
             if not line.startswith("#"):
                 name, value = line.split("{")[0].split(" ")[0], float(line.rsplit(" ", 1)[1])
                 values[name] = values.get(name, 0.0) + value
@@ -132,7 +132,7 @@ class Server(Process):
         return not any(now[f"vllm:{name}"] for name in
                        ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"))
 
-    def wait_idle(self, seconds: float = 30) -> None:
+    def wait_idle(self, seconds: float = 120) -> None:
         wait_until(self.is_idle, seconds, f"idle; now {self.metrics()}")
 
 
@@ -148,7 +148,7 @@ class Gateway(Process):
                           "--policy", "round_robin", "--tool-call-parser", "mistral",
                           "--disable-retries"], log)  # fmt: skip
         try:
-            self.wait_for(re.compile("Successfully loaded tokenizer"), 60)  # from the server, over gRPC
+            self.wait_for(re.compile("Successfully loaded tokenizer"), 180)  # from the server, over gRPC
         except BaseException:
             self.__exit__(None, None, None)
             raise

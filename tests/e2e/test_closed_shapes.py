@@ -26,7 +26,7 @@ def test_a_mixed_workload_compiles_nothing(server: Server):
     bodies = [{"prompt": "Once upon a time", "temperature": 0, "max_tokens": 8, **options} for options in OPTIONS]
 
     async def together() -> list[httpx.Response]:
-        async with httpx.AsyncClient(base_url=server.url, timeout=200) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=500) as client:
             answers = [client.post("/v1/completions", json=body) for body in bodies]
             return await asyncio.gather(*answers)
 

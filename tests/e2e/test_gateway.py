@@ -14,11 +14,11 @@ LONG = {"messages": [{"role": "user", "content": "Write a long story."}], "tempe
 
 
 def model_of(gateway: Gateway) -> str:
-    return httpx.get(f"{gateway.url}/v1/models", timeout=10).json()["data"][0]["id"]
+    return httpx.get(f"{gateway.url}/v1/models", timeout=60).json()["data"][0]["id"]
 
 
 def test_chat(gateway: Gateway, server: Server):
-    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", timeout=60, max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", timeout=120, max_retries=0) as client:
         before = server.metrics()["vllm:generation_tokens_total"]
         answer = client.chat.completions.create(model=model_of(gateway), messages=FRANCE, temperature=0)
         assert answer.choices[0].message.content == "The capital of France is Paris."
@@ -32,7 +32,7 @@ def test_chat(gateway: Gateway, server: Server):
 
 
 def test_sampling_fields_arrive(gateway: Gateway, server: Server):
-    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", timeout=60, max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", timeout=120, max_retries=0) as client:
         model = model_of(gateway)
 
         def ask(**fields) -> str | None:
@@ -56,7 +56,7 @@ def test_calls_are_forced(gateway: Gateway):
     unit = {"type": "object", "properties": {"unit": {"enum": ["C", "F"]}}, "required": ["unit"],
             "additionalProperties": False}  # fmt: skip
     tools = [{"type": "function", "function": {"name": "get_weather", "parameters": unit}}]
-    answer = httpx.post(f"{gateway.url}/v1/chat/completions", timeout=60, json={
+    answer = httpx.post(f"{gateway.url}/v1/chat/completions", timeout=120, json={
         "model": model_of(gateway), "messages": FRANCE, "temperature": 0, "max_tokens": 40, "tools": tools,
         "tool_choice": "required"})  # fmt: skip
     assert answer.status_code == 200, answer.text
@@ -65,7 +65,7 @@ def test_calls_are_forced(gateway: Gateway):
 
 def test_two_at_once(gateway: Gateway):
     async def both() -> list[httpx.Response]:
-        async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=120) as client:
             def ask(country: str):
                 question = f"What is the capital of {country}?"
                 return client.post("/v1/chat/completions", json={
@@ -80,11 +80,11 @@ def test_two_at_once(gateway: Gateway):
 def test_dropping_a_stream_aborts_the_request(gateway: Gateway, server: Server):
     server.wait_idle()
     with httpx.stream("POST", f"{gateway.url}/v1/chat/completions", json={"model": model_of(gateway), **LONG},
-                      timeout=60) as response:  # fmt: skip
+                      timeout=120) as response:  # fmt: skip
         lines = response.iter_lines()
         for _ in range(5):
             json.loads(next(line for line in lines if line.startswith("data: "))[6:])
-        wait_until(lambda: server.metrics()["vllm:num_requests_running"] == 1, 10, "the request runs")
+        wait_until(lambda: server.metrics()["vllm:num_requests_running"] == 1, 60, "the request runs")
     generated = server.metrics()["vllm:generation_tokens_total"]
     server.wait_idle()
     assert server.metrics()["vllm:generation_tokens_total"] < generated + 600, "it was not cut short"

@@ -63,7 +63,7 @@ def test_a_call_that_is_forced(client: openai.OpenAI, model: str, choice: str):
 def test_work_in_the_background_can_be_cancelled(client: openai.OpenAI, model: str, server: Server):
     long = client.responses.create(model=model, input="Count to a million", background=True,
                                    extra_body={"ignore_eos": True})  # fmt: skip
-    wait_until(lambda: not server.is_idle(), 10, "it is being made")
+    wait_until(lambda: not server.is_idle(), 60, "it is being made")
     assert client.responses.cancel(long.id).status == "cancelled"
     server.wait_idle()
     assert client.responses.retrieve(long.id).status == "cancelled"

@@ -71,7 +71,7 @@ async def unhurried(server: Server, bodies: list[dict]) -> list[list[int]]:
         return await asyncio.gather(*(one(client, body) for body in bodies))
 
 
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(900)
 def test_200_requests_with_cancels_in_a_pool_too_small(server: Server, small_pool: Server):
     rng = random.Random(2)
     # 16 that run at once and outgrow the pool: 16 x 64 tokens of 640. The others come while these run.
