@@ -62,7 +62,7 @@ async def test_openai_default_of_16_tokens(serve: Serve) -> None:
 )
 async def test_the_four_kinds_of_prompt(serve: Serve, prompt: Any, ids: list[list[int]]) -> None:
     service = serve()
-    body = await complete(service, prompt=prompt, n=2)
+    body = await complete(service, prompt=prompt, n=2, best_of=2)
     assert [choice["index"] for choice in body["choices"]] == list(range(2 * len(ids)))
     assert [request.prompt_token_ids for request in service.engine.seen] == [one for one in ids for _ in range(2)]
     assert body["usage"]["prompt_tokens"] == sum(map(len, ids))

@@ -109,6 +109,7 @@ def assert_error(response: Any, status: int, param: str | None, *words: str) -> 
         (TEXT, {"guided_choice": ["a"]}, "guided_choice", "structured_outputs.choice"),
         (TEXT, {"guided_grammar": "a"}, "guided_grammar", "structured_outputs.grammar"),
         (TEXT, {"best_off": 2}, "best_off", "not a known field"),
+        (TEXT, {"best_of": 2}, "best_of", "must be n, 1"),
         (CHAT, {"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood", "not a known field"),
         ("/tokenize", {"messages": HI}, "prompt", "exactly one"),
         ("/tokenize", {"add_generation_prompt": False}, "add_generation_prompt", "goes with messages"),

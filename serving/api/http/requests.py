@@ -152,9 +152,13 @@ class CompletionRequest(SamplingFields):
     echo: bool | None = None
     logprobs: LogprobCount | None = None
     suffix: NotYet = None
+    best_of: Annotated[int, Field(ge=1, le=rules.MAX_N, description="Must be n: all are sent")] | None = None
 
     @model_validator(mode="after")
     def _some_output(self) -> "CompletionRequest":
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise PydanticCustomError("cross_field", "best_of is {best_of}, must be n, {n}: all completions are sent",
+                                      {"param": "best_of", "best_of": self.best_of, "n": self.n or 1})
         if self.max_tokens == 0 and not self.echo:
             raise PydanticCustomError("cross_field", "max_tokens is 0, must be at least 1 unless echo is true",
                                       {"param": "max_tokens"})
