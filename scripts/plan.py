@@ -91,9 +91,9 @@ def run(args: argparse.Namespace) -> None:
     topology = parse_topology(args.topology)
     name, config, sizes, question = read_arguments(args, topology)
     found = layouts(config, topology)
-    if args.enable_expert_parallel and not args.mesh:
+    if args.enable_expert_parallel and args.mesh is None:
         raise PlanError("--enable-expert-parallel is for one --mesh; without --mesh all are compared, with it and not")
-    if args.mesh:
+    if args.mesh is not None:
         spec = parse_mesh(args.mesh)
         check(spec, topology)
         found = [MeshLayout(spec, args.enable_expert_parallel)]

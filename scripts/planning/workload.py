@@ -6,8 +6,9 @@ docs/planning.md derives the formulas and works examples by hand.
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from model.config import LayerSpec
 from model.dispatch import BySize, Dispatch, ExchangeRows, GatherTokens
 from scripts.planning.counting import Collective
 from scripts.planning.placement import Placement
@@ -73,21 +74,30 @@ def attention_cost(p: Placement, work: Work) -> Cost:
     else:
         pair = 4 * config.head_dim
     for layer in config.layers:
-        keys = min(work.context, layer.window or work.context)
-        seen = _pairs(work.chunk, work.past, layer.window)
-        flops += p.heads * pair * (work.decode * keys + seen)
+        keys = _keys(work.context, layer)
+        flops += p.heads * pair * (work.decode * keys + _pairs(work.chunk, work.past, layer))
         tokens_read += work.decode * keys
         if work.chunk:
-            tokens_read += min(work.past, layer.window or work.past) + work.chunk
+            before = work.past % layer.chunk if layer.chunk else min(work.past, layer.window or work.past)
+            tokens_read += before + work.chunk
     written = work.tokens * config.num_layers
     return Cost(flops, p.token_bytes() * (tokens_read + written))
 
 
-def _pairs(chunk: int, past: int, window: int | None) -> int:
-    """(query, key) pairs of a causal chunk after `past` tokens."""
-    if window is None:
-        return chunk * past + chunk * (chunk + 1) // 2
-    return sum(min(past + i + 1, window) for i in range(chunk))
+def _keys(context: int, layer: LayerSpec) -> float:
+    """What the last of so many tokens sees; where attention is in chunks, over many sequences half of one."""
+    if layer.chunk is not None and context > layer.chunk:
+        return (layer.chunk + 1) / 2
+    return min(context, layer.window or context)
+
+
+def _pairs(chunk: int, past: int, layer: LayerSpec) -> int:
+    """(query, key) pairs of a causal chunk of a prompt after `past` tokens."""
+    if layer.chunk is not None:
+        return sum((past + i) % layer.chunk + 1 for i in range(chunk))
+    if layer.window is not None:
+        return sum(min(past + i + 1, layer.window) for i in range(chunk))
+    return chunk * past + chunk * (chunk + 1) // 2
 
 
 def experts_cost(p: Placement, tokens: int) -> Cost:
@@ -109,7 +119,8 @@ def experts_cost(p: Placement, tokens: int) -> Cost:
 
 
 def collectives(p: Placement, tokens: int) -> Counter[Collective]:
-    """A sum over `tensor` after attention, after each MLP and after the embedding, in the model's own type."""
+    """A sum over `tensor` after attention, after each MLP and after the embedding, in the model's own type. XLA sums a
+    shared expert's part together with the routed experts'."""
     found: Counter[Collective] = Counter()
     config, n = p.config, p.spec.tensor
     width = p.sizes.dtype.itemsize
@@ -122,8 +133,13 @@ def collectives(p: Placement, tokens: int) -> Counter[Collective]:
     if p.rules.shards("mlp", config.intermediate_size) > 1:
         found[whole] += config.num_layers - num_moe
     if p.kernels.experts is not None:
-        for one in _dispatch(p, p.kernels.experts.dispatch, tokens):
-            found[one] += num_moe
+        of_layer = Counter(_dispatch(p, p.kernels.experts.dispatch, tokens))
+        shared = {layer.moe.shared_width or 1 for layer in p.expert_layers if layer.moe is not None}
+        if any(p.rules.shards("mlp", width) > 1 for width in shared):
+            routed = of_layer.pop(whole, 0)
+            of_layer[replace(whole, bytes=whole.bytes * (routed + 1))] += 1
+        for one, times in of_layer.items():
+            found[one] += times * num_moe
     return found
 
 

@@ -94,6 +94,10 @@ def test_tokens_travel_to_experts_as_the_dispatch_says():
     assert small[Collective("reduce-scatter", 2 * tokens * D * 2, 2, 4)] == 58
     large = step_cost(few, Work(decode=0, context=0, chunk=2048)).collectives
     assert large[Collective("ragged-all-to-all", 2048 // 4 * 8 * D * 2, 8)] == 2 * 58
+    # After attention, dense MLPs and the embedding; the shared expert's part is summed together with the routed ones'.
+    assert (small[Collective("all-reduce", tokens * D * 2, 4)],
+            small[Collective("all-reduce", 2 * tokens * D * 2, 4)]) == (61 + 3 + 1, 58)  # fmt: skip
+    assert large[Collective("all-reduce", 2048 * D * 2, 4)] == 61 + 3 + 1 + 58
 
 
 def test_windows_bound_what_is_read():
@@ -106,6 +110,13 @@ def test_windows_bound_what_is_read():
     assert attention_cost(p, Work(decode=0, context=0, chunk=150, past=60)).flops == (
         32 * 4 * 4 * 128 * (sum(range(61, 101)) + 110 * 100)
     )
+    # In chunks of 100 a token sees what is before it in its own: 50.5 on average, itself included.
+    in_chunks = replace(p, config=replace(config, layers=(replace(config.layers[0], window=None, chunk=100),) * 32))
+    assert attention_cost(in_chunks, Work(decode=2, context=4096)).bytes == p.token_bytes() * 32 * 2 * (50.5 + 1)
+    assert attention_cost(in_chunks, Work(decode=1, context=100)).bytes == p.token_bytes() * 32 * (100 + 1)
+    prompt = attention_cost(in_chunks, Work(decode=0, context=0, chunk=150, past=60))
+    assert prompt.flops == 32 * 4 * 4 * 128 * (sum(range(61, 101)) + sum(range(1, 101)) + sum(range(1, 11)))
+    assert prompt.bytes == p.token_bytes() * 32 * (60 + 150 + 150)
 
 
 # Best mesh first, as docs/planning.md derives it. Nothing: no mesh of that slice holds the model.
