@@ -33,7 +33,7 @@ def start(devices: int, *arguments: str) -> subprocess.Popen:
 
 
 def measured(process: subprocess.Popen) -> dict[str, int]:
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=600)
     assert process.returncode == 0
     print(out)
     return json.loads(out.splitlines()[-1])

@@ -49,7 +49,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     return ranks
 
 
-def plan(rank: int, count: int, timeout: float = 10.0, addresses: tuple[str, ...] = ()) -> HostPlan:
+def plan(rank: int, count: int, timeout: float = 60.0, addresses: tuple[str, ...] = ()) -> HostPlan:
     return HostPlan(count=count, rank=rank, port=PORT - 1, timeout_seconds=timeout,
                     addresses=addresses or ("127.0.0.1",) + ("",) * (count - 1))  # fmt: skip
 
@@ -58,7 +58,7 @@ PORT = 0  # of the listener, set by `meeting`
 
 
 @contextmanager
-def meeting(count: int, timeout: float = 10.0, **fields: Any) -> Iterator[tuple[ThreadPoolExecutor, Future]]:
+def meeting(count: int, timeout: float = 60.0, **fields: Any) -> Iterator[tuple[ThreadPoolExecutor, Future]]:
     """Host 0 waits in a thread; followers may come."""
     global PORT
     with socket.socket() as probe:
@@ -70,7 +70,7 @@ def meeting(count: int, timeout: float = 10.0, **fields: Any) -> Iterator[tuple[
         yield pool, pool.submit(wait_for_followers, leader_plan, listener, SAME)
 
 
-def follower(rank: int, count: int, fingerprint: dict[str, str] = SAME, timeout: float = 10.0) -> FollowerHosts:
+def follower(rank: int, count: int, fingerprint: dict[str, str] = SAME, timeout: float = 60.0) -> FollowerHosts:
     return join_leader(plan(rank, count, timeout), fingerprint)
 
 
@@ -108,10 +108,10 @@ def test_steps_arrive_whole_and_in_order():
             reading = [pool.submit(lambda one=one: [one.next_step() for _ in steps]) for one in followers]
             for step in steps:
                 leader.send(step)
-            assert [done.result(10) for done in reading] == [steps, steps]
+            assert [done.result(60) for done in reading] == [steps, steps]
             reading = [pool.submit(one.next_step) for one in followers]
             leader.goodbye()
-            assert [done.result(10) for done in reading] == [None, None], "the end, as it should be"
+            assert [done.result(60) for done in reading] == [None, None], "the end, as it should be"
 
 
 def test_agreement():
@@ -132,7 +132,7 @@ def test_a_difference_is_named_on_both():
         other = pool.submit(follower, 2, 3, {**SAME, "jax": "2"})
         for one in (led, same, other):
             with pytest.raises(ConfigError, match=r"^host 2 \(127.0.0.1\) differs from host 0 in jax: 2 there, 1 on"):
-                one.result(10)
+                one.result(60)
 
 
 def test_differences():
@@ -146,7 +146,7 @@ def test_the_missing_are_named():
         came = pool.submit(follower, 2, 4)
         for one in (led, came):
             with pytest.raises(ConfigError, match=r"of 4 hosts .* within 2 s .*: host 1 \(a\), host 3 \(c\); they"):
-                one.result(10)
+                one.result(60)
 
 
 def test_one_that_cannot_start_says_so_at_once(counted: set[int]):
@@ -156,7 +156,7 @@ def test_one_that_cannot_start_says_so_at_once(counted: set[int]):
         report_failure(plan(2, 3), "--model: /x: no such folder")
         for one in (led, waiting):
             with pytest.raises(ConfigError, match=r"^host 2 cannot start: --model: /x: no such folder$"):
-                one.result(20)
+                one.result(60)
 
 
 def test_a_leader_that_cannot_start_tells_those_who_wait():
@@ -171,9 +171,9 @@ def test_a_leader_that_cannot_start_tells_those_who_wait():
         config = ServerConfig(engine=EngineConfig(hosts=plan(0, 3)), port=taken.getsockname()[1])
         with pytest.raises(ConfigError, match=r"^cannot bind 127.0.0.1:"):
             serve._lead(config, 0.0)
-        assert failing.result(10) is None
+        assert failing.result(60) is None
         with pytest.raises(ConfigError, match=r"^host 0 \(127.0.0.1\) cannot start: cannot bind 127.0.0.1:"):
-            waiting.result(10)
+            waiting.result(60)
     refuse_followers(plan(0, 2, timeout=0.1), "nobody comes")
 
 
@@ -183,7 +183,7 @@ def test_a_leader_that_dies_before_all_are_there():
         joining = pool.submit(join_leader, replace(plan(1, 3), port=dying.getsockname()[1] - 1), SAME)
         dying.accept()[0].close()
         with pytest.raises(EngineDead, match=r"^host 0 \(127.0.0.1\) is gone before the service has started: "):
-            joining.result(10)
+            joining.result(60)
 
 
 def test_a_leader_that_fails_is_no_mistake_of_the_others():
@@ -200,10 +200,10 @@ def test_a_leader_that_is_not_there():
     start = time.monotonic()
     with meeting(2, timeout=0.1) as (_, led):
         with pytest.raises(ConfigError):
-            led.result(10)
+            led.result(60)
         with pytest.raises(ConfigError, match=r"host 0 \(127.0.0.1\) did not answer on port \d+ within 0.5 s .*efused"):
             follower(1, 2, timeout=0.5)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
 
 
 def test_strangers_hold_nobody_up():
@@ -213,7 +213,7 @@ def test_strangers_hold_nobody_up():
             with socket.create_connection(("127.0.0.1", PORT)) as stranger:
                 stranger.sendall(junk)
         one = follower(1, 2)
-        led.result(10).goodbye()
+        led.result(60).goodbye()
         assert one.next_step() is None
         silent.close()
 
@@ -233,8 +233,8 @@ def test_ranks_that_cannot_be(counted: set[int]):
         assert "host 1 is here already, from 127.0.0.1" in refusal(1)
         assert "it is host 3, host 0 knows of 3 hosts" in refusal(3)
         second = follower(2, 3)
-        led.result(10).goodbye()
-        assert first.result(10).next_step() is second.next_step() is None
+        led.result(60).goodbye()
+        assert first.result(60).next_step() is second.next_step() is None
 
 
 def test_one_that_comes_again_before_all_are_there(counted: set[int]):
@@ -248,8 +248,8 @@ def test_one_that_comes_again_before_all_are_there(counted: set[int]):
         time.sleep(0.3)  # to end, if it thought so
         assert not led.done() and not other.done()
         again = follower(1, 3)
-        led.result(10).goodbye()
-        assert again.next_step() is other.result(10).next_step() is None
+        led.result(60).goodbye()
+        assert again.next_step() is other.result(60).next_step() is None
 
 
 def test_a_follower_that_dies(exits: list[str]):
@@ -278,7 +278,7 @@ def test_a_host_that_falls_silent(exits: list[str], monkeypatch: pytest.MonkeyPa
     with meeting(2) as (_, led):
         silent = Connection(socket.create_connection(("127.0.0.1", PORT)), FromLeader)
         silent.send(Hello(1, SAME))
-        leader = led.result(10)
+        leader = led.result(60)
         with pytest.raises(EngineDead, match=r"^host 1 \(127.0.0.1\) is gone \(nothing came for 1 s\)"):
             leader.wait(Future())
         leader.goodbye()
@@ -316,7 +316,7 @@ def test_work_that_fails_because_a_host_is_gone(monkeypatch: pytest.MonkeyPatch)
 
 
 def wait_until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -340,11 +340,11 @@ def test_a_host_that_reads_no_more(exits: list[str], monkeypatch: pytest.MonkeyP
         stuck = Connection(socket.create_connection(("127.0.0.1", PORT)), FromLeader)
         stuck.send(Hello(1, SAME))
         other = pool.submit(follower, 2, 3)
-        leader = led.result(10)
+        leader = led.result(60)
         sending = pool.submit(leader.send, Step((1, 1), bytes(30_000_000)))
         time.sleep(0.3)
         assert not sending.done()
-        other.result(10)._connection.close()
+        other.result(60)._connection.close()
         with pytest.raises(EngineDead, match="^host 2"):
             leader.wait(sending)
         wait_until(lambda: exits)
