@@ -79,6 +79,14 @@ async def test_content_in_parts(serve: Serve) -> None:
     assert "one\ntwo" in prompt_of(service)
 
 
+async def test_a_message_may_say_that_it_is_text(serve: Serve) -> None:
+    """As lm-eval's local-chat-completions does."""
+    service = serve()
+    for message in ({"role": "user", "content": "x"}, {"role": "user", "content": "x", "type": "text"}):
+        await chat(service, messages=[message])
+    assert len({tuple(request.prompt_token_ids) for request in service.engine.seen}) == 1  # type: ignore[attr-defined]
+
+
 async def test_our_answers_may_be_sent_back(serve: Serve) -> None:
     service = serve()
     answer = (await chat(service))["choices"][0]["message"]

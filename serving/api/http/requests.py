@@ -174,6 +174,7 @@ class ChatMessage(Body):
     """A message of the conversation. What our own answers carry may be sent back."""
 
     role: Role
+    type: Annotated[Literal["text"] | None, Unused] = None  # lm-eval says so
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
     tool_call_id: str | None = None
