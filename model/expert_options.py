@@ -94,7 +94,8 @@ def _check(options: ExpertOptions, num_experts: int | None, mesh: jax.sharding.M
             raise ExpertsError(f"--all2all-backend {options.all2all} is for --enable-expert-parallel: without it no "
                                "token leaves its data group")  # fmt: skip
         return
-    if options.redundant is not None and mesh.shape.get("pipeline", 1) > 1:
+    may_move = mesh.shape.get("pipeline", 1) == 1
+    if options.redundant is not None and not may_move:
         raise ExpertsError("--enable-eplb works within one pipeline stage: give a mesh with pipeline=1")
     sizes = {axis: mesh.shape[axis] for axis in ("data", "tensor")}
     devices, places = math.prod(sizes.values()), num_experts + (options.redundant or 0)
@@ -102,10 +103,11 @@ def _check(options: ExpertOptions, num_experts: int | None, mesh: jax.sharding.M
         raise ExpertsError(f"--eplb-config: num_redundant_experts is {options.redundant}, must be at most "
                            f"{num_experts * (devices - 1)}: {num_experts} experts are then on every device")
     if places % devices:
-        missing = -num_experts % devices
+        missing, fitting = -num_experts % devices, [n for n in range(1, devices) if num_experts % n == 0]
         what = f"{num_experts} experts" + (f" and {options.redundant} redundant ones" if options.redundant else "")
         raise ExpertsError(
             f"--enable-expert-parallel: {what} do not divide over {' x '.join(f'{a}={s}' for a, s in sizes.items())}; "
-            + (f"--enable-eplb --eplb-config '{{\"num_redundant_experts\": {missing}}}' would fill them up" if missing
+            + (f"over {' or '.join(map(str, fitting[-3:]))} devices of a stage they would" if not may_move
+               else f"--enable-eplb --eplb-config '{{\"num_redundant_experts\": {missing}}}' would fill them up" if missing
                else f"num_redundant_experts must be a multiple of {devices}")
         )  # fmt: skip

@@ -56,7 +56,7 @@ def parse_mesh(text: str) -> MeshSpec:
         sizes = {"tensor": int(short[1]), "data": int(short[2])}
     else:
         for part in text.split(","):
-            named = re.fullmatch(r"\s*(\w+)\s*=\s*([0-9]+)\s*", part)
+            named = re.fullmatch(r"\s*(\w+)\s*=\s*(-?[0-9]+)\s*", part)
             if not named:
                 raise MeshError(f"--mesh {text!r} is neither TENSORxDATA (8x1) nor axis=size pairs (tensor=4,data=2)")
             if named[1] not in AXES:

@@ -139,6 +139,8 @@ def test_bad_flags_are_refused(argv: list[str], message: str):
 def test_flags_that_a_model_cannot_have_are_refused(tokenizer: str):
     for name, options, message in (
         ("qwen2-moe", dict(enable_expert_parallel=True, mesh="2x4"), "6 experts do not divide over data=4 x tensor=2"),
+        ("qwen2-moe", dict(enable_expert_parallel=True, mesh="pipeline=2,tensor=2,data=2"),  # where experts cannot move
+         "6 experts do not divide over data=2 x tensor=2; over 1 or 2 or 3 devices of a stage they would"),
         ("llama3-rope", dict(enable_dbo=True), "--enable-dbo: this model has no experts"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -25,6 +25,7 @@ def test_spellings(text: str, spec: MeshSpec):
     ("2x2x2", "is neither TENSORxDATA"),
     ("tensor=two", "is neither TENSORxDATA"),
     ("0x2", "every axis must be at least 1"),
+    ("tensor=-1", "every axis must be at least 1"),
     ("data=2,data=2", "axis 'data' is given twice"),
     ("tensr=2", "unknown axis 'tensr', known axes are data, pipeline, context, tensor; did you mean tensor?"),
     ("tp=2", "unknown axis 'tp', known axes are data, pipeline, context, tensor; did you mean tensor?"),
