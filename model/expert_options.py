@@ -104,10 +104,12 @@ def _check(options: ExpertOptions, num_experts: int | None, mesh: jax.sharding.M
                            f"{num_experts * (devices - 1)}: {num_experts} experts are then on every device")
     if places % devices:
         missing, fitting = -num_experts % devices, [n for n in range(1, devices) if num_experts % n == 0]
+        if not may_move:
+            hint = f"over {' or '.join(map(str, fitting[-3:]))} devices of a stage they would"
+        elif missing:
+            hint = f"--enable-eplb --eplb-config '{{\"num_redundant_experts\": {missing}}}' would fill them up"
+        else:
+            hint = f"num_redundant_experts must be a multiple of {devices}"
         what = f"{num_experts} experts" + (f" and {options.redundant} redundant ones" if options.redundant else "")
-        raise ExpertsError(
-            f"--enable-expert-parallel: {what} do not divide over {' x '.join(f'{a}={s}' for a, s in sizes.items())}; "
-            + (f"over {' or '.join(map(str, fitting[-3:]))} devices of a stage they would" if not may_move
-               else f"--enable-eplb --eplb-config '{{\"num_redundant_experts\": {missing}}}' would fill them up" if missing
-               else f"num_redundant_experts must be a multiple of {devices}")
-        )  # fmt: skip
+        over = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+        raise ExpertsError(f"--enable-expert-parallel: {what} do not divide over {over}; {hint}")
