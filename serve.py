@@ -80,7 +80,8 @@ def _resolve(config: ServerConfig) -> ServerConfig:
         try:
             template = Path(template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--chat-template {template}: {error}") from error
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(f"--chat-template {template}: {reason}; it must be a Jinja file in UTF-8") from error
     engine = replace(config.engine, model=path)
     return replace(config, engine=engine, served_model_name=name, chat_template=template)
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from model.config import ModelConfig
+from model.fitting import parts_divide
 from scripts.planning.placement import MeshLayout
 from scripts.planning.plan import MeshPlan
 from scripts.planning.topology import PlanError, Topology
@@ -16,10 +17,12 @@ def meshes(topology: Topology) -> list[MeshSpec]:
 
 
 def layouts(config: ModelConfig, topology: Topology) -> list[MeshLayout]:
-    """Those meshes, and with experts also the ones whose groups share them, where they divide."""
-    found = [MeshLayout(spec) for spec in meshes(topology)]
+    """Those whose `tensor` divides something of the model, and with experts also the ones whose groups share them,
+    where they divide."""
+    specs = [spec for spec in meshes(topology) if any(parts_divide(config, spec.tensor).values())]
+    found = [MeshLayout(spec) for spec in specs]
     if config.num_experts is not None and config.num_experts % topology.num_devices == 0:
-        found += [MeshLayout(spec, expert_parallel=True) for spec in meshes(topology) if spec.data > 1]
+        found += [MeshLayout(spec, expert_parallel=True) for spec in specs if spec.data > 1]
     return found
 
 

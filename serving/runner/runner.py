@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tqdm import tqdm
 
 from model.build import Kernels
 from model.sampling import SamplingState
@@ -157,7 +158,7 @@ class ModelRunner:
 
     def _warm_up(self) -> None:
         """Runs every executable once, on padding only."""
-        for shape in self.shapes:
+        for shape in tqdm(self.shapes, desc="Running each once", unit="shape", disable=not self._config.progress):
             self._run(StepPlan(groups=[GroupPlan()] * self.num_groups), shape)
         self._write(self._slots.warm_up(self._state.sampling, self.max_num_seqs))
 

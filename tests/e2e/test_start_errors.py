@@ -44,7 +44,7 @@ FLAGS = {
 
 LATER = {
     ("--flavour", "vanilla"): ("--flavour", "--help"),
-    ("--chat-template", "/no/such/template"): ("/no/such/template",),
+    ("--chat-template", "/no/such/template"): ("/no/such/template: No such file", "must be a Jinja file"),
     ("--model", "/no/such/model.gguf"): ("/no/such/model.gguf", "--model"),
     ("--tokenizer", "/no/such/tokenizer"): ("/no/such/tokenizer",),
 }

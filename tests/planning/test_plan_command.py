@@ -77,6 +77,8 @@ def test_meshes_are_ranked_by_formula(tmp_path: Path, capsys: pytest.CaptureFixt
         assert sum(mesh["bytes"][kind] for kind in ("weights", "state", "temporaries", "kv")) <= mesh["bytes"]["usable"]
     alone = plan(tmp_path, "--model", LLAMA, "--topology", "v6e:2x4", "--compile", "0", "--rank", "latency")
     assert alone["meshes"][0]["mesh"] == {"tensor": 8, "data": 1}
+    five = plan(tmp_path, "--model", LLAMA, "--topology", "h200:1x1x5", "--compile", "0")  # no part of it in five
+    assert [mesh["mesh"] for mesh in five["meshes"]] == [{"tensor": 1, "data": 5}]
 
 
 def test_a_model_that_is_too_large(tmp_path: Path, capsys: pytest.CaptureFixture):
