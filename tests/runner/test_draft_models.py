@@ -3,20 +3,23 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import jax
+import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from scipy import stats
 
 from checkpoints.orbax_folder import save_folder
 from serving.config import EngineConfig
 from serving.errors import ConfigError
 from serving.llm import LLM, SamplingParams
 from serving.loading import load_model
+from serving.runner.memory import bytes_per_device
 from tests.model.harness import GOLDENS, all_logits, batch, kv_pages, load
 from tests.model.speculators import write_with_mtp
+from tests.runner import drafting
+from tests.runner.distributions import chances, likelihood
 from tests.runner.drafting import TARGET, check_distribution, engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -90,45 +93,80 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
         save_file(tensors, folder / name / "model.safetensors")
-        tensors = {key: x + 0.15 * rng.standard_normal(x.shape).astype(np.float32) for key, x in tensors.items()}
+        tensors = {key: x + 0.1 * rng.standard_normal(x.shape).astype(np.float32) for key, x in tensors.items()}
     return folder / "target", folder / "drafter"
 
 
-def joint(target: Path) -> np.ndarray:
-    """Of the four tokens after START."""
-    model = load(target)
-    sequences = [[*START, *np.unravel_index(i, (SMALL,) * 3)] for i in range(SMALL**3)]
-    step = batch([(sequence, 0) for sequence in sequences], num_tokens=6 * len(sequences), num_rows=len(sequences),
-                 row_pages=1)  # fmt: skip
-    logits, _ = all_logits(model, kv_pages(model, num_pages=len(sequences) + 1), step)
-    p = np.asarray(jax.nn.softmax(logits)).reshape(SMALL, SMALL, SMALL, 6, SMALL)
-    return np.einsum("a,ab,abc,abcd->abcd", p[0, 0, 0, 2], p[:, 0, 0, 3], p[:, :, 0, 4], p[:, :, :, 5])
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "presence": dict(presence_penalty=1.5),
+    "frequency": dict(frequency_penalty=0.4),
+    "repetition": dict(repetition_penalty=1.7),
+    "bias": dict(logit_bias={0: 1.5, 3: -1.5, 6: 0.5}),
+    "allowed": dict(allowed_token_ids=[0, 2, 4, 5]),
+    "bad word": dict(bad_words=["4"]),
+    "bad words": dict(bad_words=["3 4", "5 5 1"]),
+    "top_k": dict(top_k=4),
+    "top_p": dict(top_p=0.7),
+    "min_p": dict(min_p=0.3),
+    "temperature": dict(temperature=0.6),
+    "min_tokens": dict(min_tokens=9, stop_token_ids=[2]),
+    "together": dict(presence_penalty=0.5, repetition_penalty=1.2, logit_bias={1: 1.0}, top_k=5, top_p=0.9, min_p=0.05,
+                     temperature=1.4, min_tokens=4, stop_token_ids=[7]),
+}  # fmt: skip
 
 
 @pytest.mark.slow
-def test_rejection_gives_the_targets_distribution_and_the_same_whatever_else_is_in_the_batch(
-    small: tuple[Path, Path], tokenizer: str
+def test_rejection_gives_each_token_its_distribution(
+    small: tuple[Path, Path], tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """The other ways to draw give the very tokens of no speculation."""
+    """Given those before it, beside every option, preemptions and other answers, all in the same batches; and the same
+    whatever else is in the batch. The other ways to draw give the very tokens of no speculation."""
     target, drafter = small
-    count, expected = 800, joint(target)
-    speculative = draft_model(drafter, "probabilistic")
-    with engine(tokenizer, speculative, target, max_num_seqs=8, max_num_batched_tokens=32, num_pages=None) as llm:
-        memory = llm.service.engine._core._runner.memory
+    requests, answers, length = 10, 3, 22
+    monkeypatch.setattr("serving.validation.bad_words_token_ids",
+                        lambda words, _: tuple(tuple(map(int, word.split())) for word in words))
+    plain = SamplingParams(max_tokens=length, ignore_eos=True, n=answers)
+    kinds = {name: msgspec.structs.replace(plain, **fields) for name, fields in OPTIONS.items()}
+    each = [name for _ in range(requests) for name in kinds]
+    given = [msgspec.structs.replace(kinds[name], seed=1000 * i) for i, name in enumerate(each)]
+    short = [SamplingParams(seed=seed, max_tokens=4, ignore_eos=True) for seed in range(8)]
+    with engine(tokenizer, draft_model(drafter, "probabilistic"), target, max_num_seqs=4, num_pages=10,
+                max_model_len=32) as llm:  # fmt: skip
+        state = llm.service.engine._core._runner._program.state_shapes  # type: ignore[attr-defined]
         layers, page, keys_and_values, heads, head_dim, size = 3, 8, 2, 2, 16, 4
-        assert memory.page == 2 * layers * page * keys_and_values * heads * head_dim * size  # of both models
-        many = [SamplingParams(temperature=1.0, seed=seed, max_tokens=4, ignore_eos=True) for seed in range(count)]
-        tokens = np.array(run(llm, *many, prompts=[START] * count))
-        alone = [run(llm, sampling, prompts=[START])[0] for sampling in many[:8]]
-        np.testing.assert_array_equal(alone, tokens[:8])
-        found = llm.service.engine.stats
-        assert 0.2 < found.accepted_tokens / found.draft_tokens < 0.9
-    for pair in ((0, 1), (1, 2), (2, 3), (1, 3)):
-        table = expected.sum(axis=tuple({0, 1, 2, 3} - {*pair})).ravel() * count
-        counts = np.bincount(tokens[:, pair[0]] * SMALL + tokens[:, pair[1]], minlength=SMALL**2)
-        often = table >= 5
-        table, counts = (np.append(x[often], x[~often].sum() + 1e-9) for x in (table.astype(float), counts))
-        assert stats.chisquare(counts, table * counts.sum() / table.sum()).pvalue > 1e-3, pair
+        assert (bytes_per_device(state(16)) - bytes_per_device(state(8))) // 8 == (
+            2 * layers * page * keys_and_values * heads * head_dim * size)  # fmt: skip
+        together = run(llm, *short, prompts=[START] * len(short))
+        assert together == [run(llm, sampling, prompts=[START])[0] for sampling in short]
+        outputs = drafting.run(llm, [START] * len(given), given)
+        counted = llm.service.engine.stats
+        assert counted.num_preemptions > 20 and 0.2 < counted.accepted_tokens / counted.draft_tokens < 0.9
+    every: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    for number, (kind, of) in enumerate(kinds.items()):
+        found = [one.token_ids for name, output in zip(each, outputs, strict=True) if name == kind
+                 for one in output.outputs]  # fmt: skip
+        assert len(found) == requests * answers < 2 * len(set(map(tuple, found)))
+        logits = logits_after(target, found, length)
+        p = np.array([chances(logits[row, i], START, tokens[:i], of) for row, tokens in enumerate(found)
+                      for i in range(len(tokens))])  # fmt: skip
+        drawn = np.concatenate(found)
+        assert p[np.arange(len(drawn)), drawn].all(), kind
+        before = np.concatenate([[START[-1], *tokens[:-1]] for tokens in found])
+        index = np.concatenate([np.arange(len(tokens)) // 4 for tokens in found])
+        for groups in (before, index):
+            assert likelihood(drawn, p, groups) > 1e-3 / len(kinds), kind
+        every.append((drawn, p, SMALL * number + before))
+    assert likelihood(*map(np.concatenate, zip(*every, strict=True))) > 1e-3
+
+
+def logits_after(target: Path, answers: Sequence[list[int]], length: int) -> np.ndarray:
+    """Of every token of each answer: [answers, length, SMALL]."""
+    model, size = load(target), len(START) + length
+    rows = [([*START, *answer, *[0] * length][:size], 0) for answer in answers]
+    step = batch(rows, num_tokens=size * len(rows), num_rows=len(rows), row_pages=-(-size // 8))
+    logits, _ = all_logits(model, kv_pages(model, num_pages=1 + len(rows) * -(-size // 8)), step)
+    return np.asarray(logits).reshape(len(rows), size, SMALL)[:, len(START) - 1 :]
 
 
 @pytest.mark.slow
