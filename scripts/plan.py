@@ -9,6 +9,7 @@ the compiler's. docs/planning.md explains what is counted and what is assumed.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
@@ -135,6 +136,8 @@ def read_arguments(args: argparse.Namespace, topology):
             raise PlanError(f"{flag} {target}: no file can be written there; its folder must exist")
     if args.plot and not args.plot.endswith(".png"):
         raise PlanError(f"--plot {args.plot} must end with .png")
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        raise PlanError("--plot needs matplotlib: pip install -e '.[bench]'")
     name, config = read_model(args.model, args.max_model_len)
 
     def given(value: int | None, otherwise: int) -> int:

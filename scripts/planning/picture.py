@@ -4,17 +4,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.planning.plan import MeshPlan, Question
-from scripts.planning.topology import PlanError, Topology
+from scripts.planning.topology import Topology
 
 COLOURS = {"weights": "#4269d0", "sampling state": "#efb118", "temporaries": "#ff725c", "KV pages": "#6cc5b0"}
 SHOWN = 8  # meshes
 
 
 def draw(path: str, topology: Topology, model: str, plans: Sequence[MeshPlan], question: Question) -> None:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise PlanError("--plot needs matplotlib: pip install -e '.[bench]'") from error
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -39,7 +37,7 @@ def draw_memory(axes, plans: Sequence[MeshPlan]) -> None:
     axes.axvline(memory.usable / 1e9, color="black", linestyle="dotted", label="may be used")
     axes.invert_yaxis()
     axes.set_xlabel("GB a device")
-    axes.legend(loc="lower right", fontsize="small")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3, fontsize="small")  # bars fill the axes
 
 
 def draw_frontier(axes, plans: Sequence[MeshPlan], question: Question) -> None:
