@@ -13,6 +13,7 @@ from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
 CACHE = Path.home() / ".cache" / "pageloom" / "xla"
+MAPPINGS = Path("/proc/self/maps")
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join(
@@ -54,17 +55,29 @@ def programs_as_served(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def forget_programs(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Slow tests compile whole engines and meshes: what they compiled would otherwise stay until the process ends."""
+def forget_what_slow_tests_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whole engines and meshes, which would otherwise stay until the process ends."""
     yield
     if request.node.get_closest_marker("slow") is not None:
-        import jax  # after the environment above
+        forget_programs()
 
-        from serving.runner.compiler import return_freed_memory
 
-        gc.collect()
-        jax.clear_caches()
-        return_freed_memory()
+@pytest.fixture(autouse=True, scope="module")
+def forget_many_programs() -> Iterator[None]:
+    """A process may have 65,530 mappings of memory, of which a program takes up to hundreds; one worker may run all."""
+    yield
+    if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > 30_000:
+        forget_programs()
+
+
+def forget_programs() -> None:
+    import jax  # after the environment above
+
+    from serving.runner.compiler import return_freed_memory
+
+    gc.collect()
+    jax.clear_caches()
+    return_freed_memory()
 
 
 @pytest.fixture(scope="session")
