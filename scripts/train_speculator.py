@@ -67,6 +67,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (PageloomError, CheckpointError, Refused, TextError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on where it was", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -227,6 +227,15 @@ def test_what_is_held_out_is_not_trained_on(corpus: Corpus):
     assert sum(map(len, batches)) == len(set.union(*batches)) and not held_out & set.union(*batches)
 
 
+def test_an_interrupt_ends_in_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def interrupted(options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("scripts.speculator_training.run.run", interrupted)
+    assert main(["--method", "medusa", "--output", "never"]) == 130
+    assert "the same command goes on where it was" in capsys.readouterr().err
+
+
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "config.json").write_text("{}")
     begin = ["--method", "medusa", "--model", str(GOLDEN)]
