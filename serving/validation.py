@@ -39,6 +39,9 @@ class Encoder(Protocol):
     @property
     def special_token_ids(self) -> Mapping[str, int]: ...
 
+    @property
+    def eos_ids(self) -> Sequence[int]: ...
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
 
@@ -199,7 +202,8 @@ def _grammar(outputs: StructuredOutputs | None, tokenizer: Encoder,
 
 @lru_cache(maxsize=8)  # the prompts of one request share it
 def _written_grammar(outputs: bytes, tokenizer: Encoder, after: Frame | None) -> str:
-    return grammar_of(msgspec.json.decode(outputs, type=StructuredOutputs), tokenizer.special_token_ids, after=after)
+    return grammar_of(msgspec.json.decode(outputs, type=StructuredOutputs), tokenizer.special_token_ids,
+                      tokenizer.eos_ids, after=after)
 
 
 def to_engine_requests(

@@ -128,7 +128,7 @@ def test_words_of_tokens_that_the_model_does_not_have_are_not_banned(tokenizer: 
 def test_bad_words_are_spelled_once_for_all_prompts_of_a_request(tokenizer: Tokenizer) -> None:
     class Counting:
         calls = 0
-        special_token_ids = tokenizer.special_token_ids
+        special_token_ids, eos_ids = tokenizer.special_token_ids, tokenizer.eos_ids
 
         def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
             self.calls += 1

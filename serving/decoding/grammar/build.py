@@ -1,6 +1,6 @@
 """What a request asks of its output, as a grammar in llguidance's notation."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from serving.decoding.grammar.gbnf import lark_of
@@ -20,11 +20,12 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 OF_JSON = ("json", "json_object", "structural_tag")
 
 
-def grammar_of(outputs: StructuredOutputs, special_tokens: Mapping[str, int], *,
+def grammar_of(outputs: StructuredOutputs, special_tokens: Mapping[str, int], eos_ids: Collection[int] = (), *,
                after: Frame | None = None) -> str:
-    """special_tokens: the tokenizer's, by their text, which a structural tag may spell. after: the output begins with a
+    """special_tokens: the tokenizer's, by their text, which a structural tag may spell. eos_ids: those of them that end
+    an output, which free text may not have. after: the output begins with a
     model's reasoning (any text) in this frame, and only what follows obeys the grammar. Raises InvalidRequest."""
-    kind, lark = _kind(outputs), Lark(special_tokens)
+    kind, lark = _kind(outputs), Lark(special_tokens, eos_ids)
     main = _main(outputs, kind, source_of(outputs), lark)
     if after is not None:
         reasoning = f"{lark.literal(after.begin)} {lark.until(after.end)} {lark.rule(LINE_ENDS)}"

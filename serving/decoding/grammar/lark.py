@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from llguidance import regex_to_lark
@@ -29,8 +29,8 @@ class Lark:
     special_tokens: the tokenizer's, by their text. Where a literal spells one, it means the token.
     """
 
-    def __init__(self, special_tokens: Mapping[str, int]):
-        self._special = special_tokens
+    def __init__(self, special_tokens: Mapping[str, int], eos_ids: Collection[int] = ()):
+        self._special, self._eos_ids = special_tokens, eos_ids
         names = sorted(map(re.escape, special_tokens), key=len, reverse=True)
         self._cut = re.compile(f"({'|'.join(names)})") if names else None
         self._rules: list[str] = []
@@ -57,10 +57,10 @@ class Lark:
         return " ".join(f"<[{self._special[piece]}]>" if piece in self._special else quote(piece)
                         for piece in self._pieces(text)) or '""'
 
-    def text(self, excludes: Iterable[str] = ()) -> str:
+    def text(self, excludes: Iterable[str] = (), some: str = TEXT) -> str:
         """Any text that has none of these in it."""
         words = " | ".join(map(quote, excludes))
-        return self.terminal(f"{TEXT} & ~({TEXT} ({words}) {TEXT})") if words else TEXT
+        return self.terminal(f"{some} & ~({TEXT} ({words}) {TEXT})") if words else some
 
     def until(self, text: str, excludes: Sequence[str] = ()) -> str:
         """Any text without `excludes`, up to and with the first occurrence of this one."""
@@ -73,14 +73,17 @@ class Lark:
         rest = text[len(head):]
         return f"{lazy} {self.literal(rest)}" if rest else lazy
 
-    def free(self, ends: Sequence[str]) -> tuple[str, list[str]]:
+    def free(self, ends: Sequence[str], excludes: Sequence[str] = ()) -> tuple[str, list[str]]:
         """(any text that none of these ends, for each of them any text up to and with its first occurrence). Where all
         begin with a special token the text may have the others, as between the messages of a conversation."""
         firsts = [self._pieces(end)[0] for end in ends]
         if not all(first in self._special for first in firsts):
-            return self.rule(TEXT), [self.until(end) for end in ends]
-        others = sorted(set(self._special.values()) - {self._special[first] for first in firsts})
-        text = self.rule(f"(/(?s:.+)/ | <[{','.join(map(str, others))}]>)*" if others else TEXT)
+            begun = [self.until(end, [one for one in excludes if one != end]) for end in ends]
+            return self.rule(self.text(excludes)), begun
+        others = sorted(token for one, token in self._special.items()
+                        if one not in (*firsts, *excludes) and token not in self._eos_ids)
+        some = self.text(excludes, "/(?s:.+)/")
+        text = self.rule(f"({some} | <[{','.join(map(str, others))}]>)*" if others else f"{some}?")
         return text, [f"{text} {self.literal(end)}" for end in ends]
 
     def regex(self, pattern: str, place: str, param: str) -> str:

@@ -78,7 +78,9 @@ class _Writer:
     def tag(self, value: Mapping[str, Any], place: str, depth: int) -> str:
         return f"{self._lark.literal(self._begin(value, place))} {self._after_begin(value, place, depth)}"
 
-    def triggered_tags(self, value: Mapping[str, Any], place: str, depth: int) -> str:
+    def triggered_tags(self, value: Mapping[str, Any], place: str, depth: int,
+                       before: list[str] | None = None) -> str:
+        """before: text comes first, without these in it."""
         self.only(value, place, "type", "triggers", "tags", "at_least_one", "stop_after_first")
         triggers = self.get(value, "triggers", list, place)
         if not triggers or not all(isinstance(one, str) and one for one in triggers):
@@ -96,10 +98,14 @@ class _Writer:
             left = begin[len(fitting[0]):]
             rest[fitting[0]].append(f"{self._lark.literal(left)} {after}" if left else after)
             whole.append(f"{self._lark.literal(begin)} {after}")
+
+        def any_tag(begun: list[str]) -> str:
+            return self._lark.any_of(f"{begin} ({self._lark.any_of(ends)})"
+                                     for begin, ends in zip(begun, rest.values(), strict=True) if ends)
+
         text, begun = self._lark.free(list(rest))
-        calls = self._lark.any_of(f"{begin} ({self._lark.any_of(ends)})"
-                                  for begin, ends in zip(begun, rest.values(), strict=True) if ends)
-        first = self._lark.any_of(whole)
+        calls = any_tag(begun)
+        first = self._lark.any_of(whole) if before is None else any_tag(self._lark.free(list(rest), before)[1])
         at_least_one, stop = self._flag(value, "at_least_one", place), self._flag(value, "stop_after_first", place)
         if stop:
             return first if at_least_one else f"({calls} | {text})"
@@ -167,11 +173,16 @@ class _Writer:
         text: Mapping[str, Any] | None = None  # any_text, which the next element ends
         for i, one in enumerate(elements):
             where = f"{place}.elements[{i}]"
-            if text is not None:
+            if text is not None and isinstance(one, Mapping) and one.get("at_least_one") is True and (
+                    one.get("type") == "triggered_tags"):  # fmt: skip
+                excludes = self._excludes(text, f"{place}.elements[{i - 1}]")
+                written.append(self.triggered_tags(one, where, depth + 1, excludes))
+                text = None
+            elif text is not None:
                 end = self._string(one, where) if isinstance(one, Mapping) and one.get("type") == "const_string" else ""
                 if not end:
                     raise self._refuse(f"{place}.elements[{i - 1}] is any_text, which has no end: what follows it must "
-                                       "be a const_string, or the end of a tag")
+                                       "be a const_string, triggered_tags with at_least_one or the end of a tag")
                 written.append(self._lark.until(end, self._excludes(text, f"{place}.elements[{i - 1}]")))
                 text = None
             elif isinstance(one, Mapping) and one.get("type") == "any_text" and i < len(elements) - 1:

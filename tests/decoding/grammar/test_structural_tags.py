@@ -53,6 +53,13 @@ def triggered(**options: bool) -> dict[str, Any]:
         ({"type": "sequence", "elements": [{"type": "any_text", "excludes": ["<|"]},
                                            {"type": "const_string", "value": "<|start|>x"}]},
          ["<|start|>x", "a <<|start|>x"], ["a<|b<|start|>x", "a<|start|>y"]),
+        ({"type": "sequence", "elements": [{"type": "any_text", "excludes": ["<f=", "</f>"]},
+                                           triggered(at_least_one=True, stop_after_first=True)]},
+         ["<f=b>x;", "Hm.</think>\n<f=b>x;", "<f <f=b>x;"], ["", "Hm.", "a</f> <f=b>x;", "<f=c>", "<f=b>x; "]),
+        ({"type": "sequence", "elements": [{"type": "any_text", "excludes": ["<|start|>", "b"]}, {
+            "type": "triggered_tags", "triggers": ["<|start|>"], "at_least_one": True, "tags": [
+                {"begin": "<|start|>x", "content": {"type": "const_string", "value": "y"}, "end": ""}]}]},
+         ["<|start|>xy", "a<|start|>xy", "<|start|>xy b<|start|>xy"], ["a", "b<|start|>xy", "<|start|>y"]),
         ({"type": "plus", "content": {"type": "regex", "pattern": "a|b"}}, ["a", "ab", "bbb"], ["", "c"]),
         (TEXT, ["", "a <", "<v>"], ["a</v>b", "<t>"]),
         ({"type": "grammar", "grammar": 'start: "a" | "b" start'}, ["a", "bba"], ["b", "c"]),

@@ -48,7 +48,8 @@ class Grammars:
         self.eos = tokenizer.eos_ids[0]
 
     def matcher(self, after: Frame | None = None, **outputs: object) -> GrammarMatcher:
-        grammar = grammar_of(StructuredOutputs(**outputs), self.tokenizer.special_token_ids, after=after)  # type: ignore[arg-type]
+        made = StructuredOutputs(**outputs)  # type: ignore[arg-type]
+        grammar = grammar_of(made, self.tokenizer.special_token_ids, self.tokenizer.eos_ids, after=after)
         return self.compiler.compile(grammar).result(300)
 
     def encode(self, text: str) -> list[int]:
