@@ -7,6 +7,7 @@ its time is over, and its thread left to finish. Threads are many, so that slow 
 
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -28,6 +29,8 @@ LIMITS = LLParserLimits(max_lexer_states=50_000, max_items_in_row=20_000, verbos
 STACK_BYTES = 256 << 20  # used as far as needed: llguidance recurses from $ref to $ref and from rule to rule
 NICENESS = 10  # of the threads: one tenth of a core that the engine wants
 PARAM = "structured_outputs"
+# Options of Lark rules with which llguidance cannot go back by a token.
+_KEEPS_COUNT = re.compile(r"\b(?:stop|max_tokens)\s*=")
 # More than can run, for slow compiles not to hold up quick ones; few enough for each to be done in time.
 THREADS = max(4, min(2 * (os.cpu_count() or 1), 16))
 
@@ -77,13 +80,13 @@ class Compiler:
                 base.add_done_callback(self._wake)
                 self._watch(grammar, base)
                 self._submit(grammar, base)
-        base.add_done_callback(lambda done: self._hand_out(done, made))
+        base.add_done_callback(lambda done: self._hand_out(grammar, done, made))
         return made
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _hand_out(self, base: Future[LLMatcher], made: Future[GrammarMatcher]) -> None:
+    def _hand_out(self, grammar: str, base: Future[LLMatcher], made: Future[GrammarMatcher]) -> None:
         if not made.set_running_or_notify_cancel():  # nobody waits for it any more
             return
         if error := base.exception():
@@ -93,7 +96,8 @@ class Compiler:
             copy = base.result().deep_copy()
             vocabulary = self._vocabulary
             assert vocabulary is not None
-            made.set_result(GrammarMatcher(copy, vocabulary, fast_forward=self._fast_forward))
+            rolls_back = _KEEPS_COUNT.search(grammar) is None
+            made.set_result(GrammarMatcher(copy, vocabulary, fast_forward=self._fast_forward, rolls_back=rolls_back))
         except Exception as error:  # a callback's exception would only be logged, and the request wait for ever
             made.set_exception(error)
 

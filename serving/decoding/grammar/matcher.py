@@ -16,10 +16,11 @@ class GrammarMatcher:
     end-of-sequence token is allowed any more.
     """
 
-    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, *, fast_forward: bool = True):
+    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, *, fast_forward: bool = True,
+                 rolls_back: bool = True):
         self._matcher = matcher
         self._vocabulary = vocabulary
-        self._fast_forward = fast_forward
+        self._fast_forward, self._rolls_back = fast_forward, rolls_back
         self.error = ""
 
     def accept(self, token_ids: Sequence[int]) -> None:
@@ -62,15 +63,21 @@ class GrammarMatcher:
             valid[child] = 0 <= token < self._vocabulary.size and out[node, token // 32] >> token % 32 & 1
             if not valid[child] or token in self._vocabulary.eos_ids:
                 out[child + 1] = self._vocabulary.eos_row
-            elif self._matcher.try_consume_tokens([token]) == 1:
+                continue
+            here = self._matcher
+            if not self._rolls_back:
+                self._matcher = here.deep_copy()
+            if self._matcher.try_consume_tokens([token]) == 1:
                 out[child + 1] = self._row()
                 self._walk(child + 1, tokens, children, out, valid)
-                self._matcher.rollback(1)
+                if self._rolls_back:
+                    here.rollback(1)
             elif self._is_at_end():  # it has given up just now
                 out[child + 1] = self._vocabulary.eos_row
                 valid[child] = False
             else:
                 raise AssertionError(f"token {token} is in the mask and refused: {self._matcher.get_error()}")
+            self._matcher = here
 
     def _row(self) -> np.ndarray:
         """int32 [W]: the bits of what may follow now."""

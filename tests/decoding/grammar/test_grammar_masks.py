@@ -151,6 +151,20 @@ def ancestors(parents: list[int], i: int) -> list[int]:
     return path[::-1]
 
 
+@pytest.mark.parametrize("lark", ['start[stop="x"]: /[abc]*/', "start[max_tokens=2]: /[abc]+/"])
+def test_drafts_where_the_parser_cannot_go_back(grammars: Grammars, lark: str) -> None:
+    matcher, drafts = grammars.matcher(grammar=lark), grammars.encode("acbxb")
+    rows = grammars.rows(matcher, drafts, range(-1, len(drafts) - 1))
+    step = grammars.matcher(grammar=lark)
+    for row, token in zip(rows, drafts, strict=False):
+        assert row == grammars.allowed(step)
+        if token not in row:
+            break
+        step.accept([token])
+    matcher.accept(drafts[:1])
+    assert not matcher.error and not step.error and grammars.allowed(matcher) == rows[1]
+
+
 def test_a_string_of_one_code_point_may_be_outside_the_basic_plane(grammars: Grammars) -> None:
     schema = {"type": "string", "maxLength": 1}
     assert grammars.accepts(grammars.matcher(json=schema), '"\U0001f600"')
