@@ -172,6 +172,7 @@ def measure(args: argparse.Namespace, bench: Bench, configs: dict[str, Speculati
 
 def main() -> None:
     args, console = parse(), Console()
+    report.check_picture()
     configs = {OFF: None, **{name: SpeculativeConfig.parse(config) for name, config in args.config.items()}}
     bench = Bench(list(configs), args.max_tokens, args.temperature)
     plan = [(workload, streams) for workload in args.workloads for streams in args.streams]

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from scripts.bench import parse
+from scripts.bench_lib import serve
 from scripts.bench_lib.client import BenchError, Client, Timing
 from scripts.bench_lib.server import engine_split
 from scripts.bench_lib.stats import percentiles, summarize
@@ -43,6 +44,12 @@ async def complete_against(reply: bytes, piece: int) -> Timing:
 
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"needs matplotlib: pip install -e '\.\[bench\]'"):
+        serve.main(parse(["serve", "--url", "http://127.0.0.1:9"]))
 
 
 @pytest.mark.parametrize("piece", [1, 7, 10_000])

@@ -1,9 +1,11 @@
 """Results as a table on the terminal, a JSON file and a picture."""
 
+import importlib.util
 import json
 import os
 import platform
 import subprocess
+import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +14,12 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.bench_lib.stats import PERCENTILES, Level
+
+
+def check_picture() -> None:
+    """Before minutes of measuring: ends the program where there is nothing to draw with."""
+    if importlib.util.find_spec("matplotlib") is None:
+        sys.exit("error: the picture needs matplotlib: pip install -e '.[bench]'")
 
 
 def machine() -> dict:

@@ -60,6 +60,7 @@ async def run_prefill(client: Client, generator: random.Random, args: argparse.N
 
 
 def main(args: argparse.Namespace) -> None:
+    report.check_picture()
     console = Console(width=None if sys.stdout.isatty() else 140)  # a log file has room for the table
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -67,7 +68,7 @@ def main(args: argparse.Namespace) -> None:
         ready_seconds = None
         url = args.url
         if url is None:
-            console.print(f"Starting python -m serve {' '.join(args.server_args)}")
+            console.print(" ".join(("Starting python -m serve", *args.server_args)))
             url, ready_seconds = stack.enter_context(running_server(args.server_args, folder / "server.log"))
             console.print(f"Ready after {ready_seconds:.1f} s")
         url = url.rstrip("/")
