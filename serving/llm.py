@@ -151,7 +151,8 @@ class LLM:
         with self._closing:
             if self._ending is None:
                 self._ending = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
-                self._ending.add_done_callback(lambda _: self._loop.stop())
+                # Called in the loop's thread, or, where it has ended already, in this one: then it must wake the loop.
+                self._ending.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
         self._ending.result()
         self._thread.join()
 
