@@ -29,7 +29,8 @@ def test_it_runs(path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("XLA_FLAGS")  # of the tests: a notebook that wants several devices asks for them
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}})
+    client = NotebookClient(notebook, timeout=900, startup_timeout=300, kernel_name="python3",
+                            resources={"metadata": {"path": str(ROOT)}})  # fmt: skip
     client.execute()  # raises what a cell raised
     shown = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert any("image/png" in output.get("data", {}) for output in shown), "a picture is part of the point"
