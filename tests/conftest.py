@@ -42,6 +42,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScope
     return FilesAndServers(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
+FAILED_AT_TEARDOWN = 10  # an exit code of ours
+_failed_at_teardown: list[str] = []
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.failed and report.when == "teardown":
+        _failed_at_teardown.append(report.nodeid)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """What fails there is a check of what many tests left behind, as in a server's log. The last of them alone would
+    pass it, so `scripts/test` must not try that."""
+    if _failed_at_teardown:
+        session.exitstatus = FAILED_AT_TEARDOWN
+
+
 @pytest.fixture(autouse=True, scope="module")
 def programs_as_served(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("optimized") is None:
