@@ -40,7 +40,6 @@ from serving.decoding.output_parser import OutputParser
 from serving.decoding.parts import Message
 from serving.errors import InvalidRequest
 from serving.request import EngineRequest
-from serving.validation import to_engine_requests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,14 +75,7 @@ async def prepare(service: Service, body: ChatCompletionRequest, default_max_tok
     sampling = msgspec.structs.replace(sampling, structured_outputs=outputs)
     reader = OutputReader.make(service.tokenizer, form, body, ids)
     try:
-        requests = to_engine_requests(
-            ids, sampling, service.limits, service.tokenizer,
-            request_id=body.request_id or "",
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt or "",
-            default_max_tokens=default_max_tokens,
-            grammar_after=reader.grammar_after,
-        )
+        requests = body.to_engine(ids, sampling, service, default_max_tokens, reader.grammar_after)
     except InvalidRequest as error:
         if body.max_completion_tokens is None or error.param not in ("max_tokens", "min_tokens"):
             raise

@@ -31,7 +31,7 @@ from serving.errors import InvalidRequest
 from serving.request import EngineRequest
 from serving.tokenizer.detokenizer import IncrementalDetokenizer
 from serving.tokenizer.tokenizer import Tokenizer
-from serving.validation import MAX_SEQUENCES, to_engine_requests
+from serving.validation import MAX_SEQUENCES
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -88,13 +88,7 @@ async def prepare(service: Service, body: CompletionRequest) -> Completion:
     requests: list[EngineRequest] = []
     echoes: list[list[str]] = []
     for ids in prompts:
-        split = to_engine_requests(
-            ids, sampling, service.limits, service.tokenizer,
-            request_id=body.request_id or "",
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt or "",
-            default_max_tokens=DEFAULT_MAX_TOKENS,
-        )
+        split = body.to_engine(ids, sampling, service, DEFAULT_MAX_TOKENS)
         requests += split
         if body.echo:
             texts = await asyncio.to_thread(echo_texts, service.tokenizer, split[0].prompt_token_ids)

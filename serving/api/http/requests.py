@@ -15,8 +15,10 @@ from serving import validation as rules
 from serving.api.http.body import Body
 from serving.api.http.format_fields import ResponseFormat, StructuredOutputsFields
 from serving.api.http.tool_fields import AllowedToolChoice, MessageToolCall, ToolChoice, Tools
+from serving.api.service import Service
 from serving.config import MAX_LOGPROBS
-from serving.request import SamplingParams
+from serving.decoding.parts import Frame
+from serving.request import EngineRequest, SamplingParams
 
 
 def _not_supported(value: Any) -> Any:
@@ -124,6 +126,14 @@ class SamplingFields(SamplerFields):
             raise PydanticCustomError("cross_field", "prompt_logprobs cannot be combined with stream",
                                       {"param": "prompt_logprobs"})
         return self
+
+    def to_engine(self, ids: list[int], sampling: SamplingParams, service: Service, default_max_tokens: int | None,
+                  grammar_after: Frame | None = None) -> list[EngineRequest]:  # fmt: skip
+        """The sequences of one prompt, as `to_engine_requests`, with what this request says of them."""
+        return rules.to_engine_requests(
+            ids, sampling, service.limits, service.tokenizer, request_id=self.request_id or "",
+            priority=self.priority or 0, cache_salt=self.cache_salt or "", default_max_tokens=default_max_tokens,
+            grammar_after=grammar_after)  # fmt: skip
 
     def sampling(self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
         """The engine's parameters: this request's values, the defaults where it has none."""
